@@ -14,6 +14,7 @@ which the DSF, Longhorn, SSE and LCSM papers compare mixers. Drawn with other ra
 """
 
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -77,8 +78,11 @@ class MQAR:
       raise ValueError(f"power={self.power} must be from 0 to 10, such as 0.01.")
 
   def examples(self, rows: int, seed: int) -> Examples:
-    """`rows` examples, the same for the same seed."""
+    """`rows` examples, the same for the same seed; drawn once by the groups of a sweep."""
     check_rows(rows, self.length)
+    return _drawn(self, rows, seed)
+
+  def draw(self, rows: int, seed: int) -> Examples:
     rng = np.random.default_rng(seed)
     sizes = [min(_BLOCK, rows - first) for first in range(0, rows, _BLOCK)]
     blocks = [self._block(rng, size) for size in sizes]
@@ -96,6 +100,11 @@ class MQAR:
     if self.random_fillers:
       tokens = np.where(tokens == 0, rng.integers(0, V, tokens.shape, np.int32), tokens)
     return Examples(tokens, positions, values)
+
+
+@functools.lru_cache(maxsize=6)  # three sets of rows of two lengths
+def _drawn(task: MQAR, rows: int, seed: int) -> Examples:
+  return task.draw(rows, seed)
 
 
 def _distinct(rng, rows, choices, n, weights=None):

@@ -116,13 +116,16 @@ class Training:
 
   Args:
     data_seed: of the rows, below 2**31; the copies have their own seeds.
+    validation_rows: of a third seed, that end a copy and choose its rate, so that the rows to test
+      on only give their `test accuracy`; 0: these do it.
 
   Attributes:
     step: finished steps, as last measured.
     accuracy: float64 [R] of each copy, of the last evaluation, or of the first above 0.99; NaN of
       one that has diverged (`Copies.diverged`).
     steps: [R], when that was.
-    train, test: the batches.
+    tested: float64 [R] of each copy, when that was, on rows that chose nothing; None without.
+    train, test, validation: the batches.
 
   Raises:
     ConfigError: there are fewer rows than a batch has, or they are longer than the model's
@@ -138,6 +141,7 @@ class Training:
     train_rows: int,
     test_rows: int,
     data_seed: int = 0,
+    validation_rows: int = 0,
   ):
     check_rows(cfg, train_rows=train_rows, test_rows=test_rows)
     check_length(cfg.model, "seq_len", cfg.seq_len)
@@ -145,6 +149,12 @@ class Training:
     self.train, self.test = (_batches(task.examples(*of), cfg.global_batch) for of in (
       (train_rows, data_seed), (test_rows, data_seed + TEST_SEEDS)
     ))  # fmt: skip
+    self.validation, self.tested = list[Examples](), None
+    if validation_rows:
+      check_rows(cfg, validation_rows=validation_rows)
+      examples = task.examples(validation_rows, data_seed + 2 * TEST_SEEDS)
+      self.validation = _batches(examples, cfg.global_batch)
+      self.tested = np.zeros(len(copies.runs))
     self.step = 0
     self.accuracy = np.zeros(len(copies.runs))
     self.steps = np.zeros(len(copies.runs), int)
@@ -167,9 +177,10 @@ class Training:
   def measure(self, step: int, metrics: Any = None) -> list[list[Row]]:
     """Evaluates the copies; returns the rows of metrics.jsonl of each."""
     del metrics
-    right = np.mean([self.copies.right(examples._asdict()) for examples in self.test], axis=0)
-    right = np.where(self.copies.diverged, np.nan, right)
+    right = self._right(self.validation or self.test)
     running, self.step = self.accuracy <= SOLVED, step
+    if self.tested is not None:
+      self.tested = np.where(running, self._right(self.test), self.tested)
     self.accuracy = np.where(running, right, self.accuracy)
     self.steps = np.where(running, step, self.steps)
     rows = []
@@ -178,21 +189,30 @@ class Training:
       rows.append([{"step": step, **row}])
     return rows
 
+  def _right(self, batches: Sequence[Examples]) -> np.ndarray:
+    right = np.mean([self.copies.right(examples._asdict()) for examples in batches], axis=0)
+    return np.where(self.copies.diverged, np.nan, right)
+
   def scores(self) -> list[Scores]:
     """Accuracy, None of a copy that has diverged, and steps."""
     pairs = zip(self.accuracy, self.steps, strict=True)
-    return [{"accuracy": accuracy_of(right), "steps": int(steps)} for right, steps in pairs]
+    scores = [{"accuracy": accuracy_of(right), "steps": int(steps)} for right, steps in pairs]
+    tested = [] if self.tested is None else [{"test accuracy": accuracy_of(x)} for x in self.tested]
+    return [of | more for of, more in zip(scores, tested or [{}] * len(scores), strict=True)]
 
   def position(self, step: int) -> dict[str, Any]:
     """All but the state of the copies, as JSON."""
     accuracy = [accuracy_of(x) for x in self.accuracy]
-    return {"step": step, "accuracy": accuracy, "steps": self.steps.tolist()}
+    tested = {} if self.tested is None else {"tested": [accuracy_of(x) for x in self.tested]}
+    return {"step": step, "accuracy": accuracy, "steps": self.steps.tolist(), **tested}
 
   def restore(self, position: Mapping[str, Any]) -> None:
     """Takes a result of `position`; the state of the copies is the caller's."""
     self.step = position["step"]
     self.accuracy = np.asarray(position["accuracy"], float)  # None becomes NaN
     self.steps = np.asarray(position["steps"])
+    if self.tested is not None:
+      self.tested = np.asarray(position["tested"], float)
 
 
 class _Progress(Measuring):

@@ -24,6 +24,7 @@ class Recall(Task):
   pairs: int
   train_rows: int = 100_000
   test_rows: int = 3_000
+  validation_rows: int = 0  # that choose and stop in place of those to test on
   power: float = 0.01
   random_fillers: bool = False
   vocab_size: int | None = None  # None: the model's
@@ -35,6 +36,12 @@ class Recall(Task):
     for name in ("pairs", "train_rows", "test_rows"):
       at_least(f"recall.{name}", getattr(self, name), 1)
 
+  @property
+  def rows(self) -> dict[str, int]:
+    """Its numbers of rows, by name."""
+    names = ("train_rows", "test_rows", *(("validation_rows",) if self.validation_rows else ()))
+    return {name: getattr(self, name) for name in names}
+
   def rows_of(self, cfg: config.Train) -> "MQAR":
     """The rows of a run.
 
@@ -44,8 +51,9 @@ class Recall(Task):
     from experiments import mqar_training  # imports JAX
 
     given = dict(vars(self))
-    rows = {name: given.pop(name) for name in ("train_rows", "test_rows")}
-    mqar_training.check_rows(cfg, **rows)
+    for name in ("train_rows", "test_rows", "validation_rows"):
+      del given[name]
+    mqar_training.check_rows(cfg, **self.rows)
     return mqar_training.task_of(cfg, **given)
 
   def check(self, cfg: config.Train) -> None:
@@ -64,5 +72,4 @@ class Recall(Task):
 
     cfg = runs[0].cfg
     copies = Copies(cfg, runs=Group(runs).pairs, kernels=kernels)
-    rows = {"train_rows": self.train_rows, "test_rows": self.test_rows}
-    return Training(cfg, self.rows_of(cfg), copies, **rows)
+    return Training(cfg, self.rows_of(cfg), copies, **self.rows)

@@ -4,7 +4,8 @@
 
 A difference has its 95 % interval: of Welch's t-test, or of the paired one where the file has the
 runs one by one and both models the same seeds. Where a run either solves a task or does not, the
-share of runs that do has Wilson's interval.
+share of runs that do has Wilson's interval, and a ratio of two differences Fieller's. In files with
+the runs of a sweep one by one the seed that chose the rates has no part.
 """
 
 import csv
@@ -14,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from scipy import stats
 
 from train.messages import show
 
 RESULTS = Path(__file__).parent / "results"
-RUNS = "long_context.csv"  # has a row for each run; the others a row for all seeds at one rate
 SOLVED = 0.99  # the accuracy at which a run of a sweep ends
 
 Which = dict[str, str]  # the columns that name a model, and their values
@@ -52,7 +53,7 @@ class Difference(NamedTuple):
   @property
   def paired(self) -> bool:
     """Whether the file has the runs one by one."""
-    return self.file == RUNS
+    return not is_summary(self.file)
 
   def values(self) -> tuple[list[float], list[float]]:
     """Those of the runs of each, in the order of their seeds where the file has it."""
@@ -66,17 +67,57 @@ class Solved(NamedTuple):
   file: str
   which: Which
   least: float = SOLVED
+  score: str = "accuracy"
 
   def __str__(self) -> str:
-    return f"{self.file}, accuracy of {self.least} or more: {named(self.which)}"
+    return f"{self.file}, {self.score} of {self.least} or more: {named(self.which)}"
 
   @property
   def text(self) -> str:
     """Their number and the interval of their share."""
-    values = values_of(self.file, "accuracy", self.which)
+    values = values_of(self.file, self.score, self.which)
     solved = sum(x >= self.least for x in values)
     low, high = stats.binomtest(solved, len(values)).proportion_ci(0.95, method="wilson")
     return f"{solved} of {len(values)} [{low:.2f}, {high:.2f}]"
+
+
+class Closed(NamedTuple):
+  """The share of a gap that a model closes, (worst - model) / (worst - best), by the same seeds."""
+
+  file: str
+  score: str
+  worst: Which
+  model: Which
+  best: Which
+
+  def __str__(self) -> str:
+    names = (named(which) for which in (self.model, self.worst, self.best))
+    return "{}, {}: of {} between {} and {}, Fieller".format(self.file, self.score, *names)
+
+  @property
+  def text(self) -> str:
+    """The share in percent and its interval."""
+    worst, model, best = (values_of(self.file, self.score, which) for which in self[2:])
+    closed = [a - b for a, b in zip(worst, model, strict=True)]
+    gap = [a - b for a, b in zip(worst, best, strict=True)]
+    low, high = fieller(closed, gap)
+    return f"{100 * math.fsum(closed) / math.fsum(gap):.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def fieller(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+  """The 95 % interval of the ratio of two means of pairs: those r for which the paired t-test of
+  first - r second finds no difference. NaN if that is not an interval.
+
+  Source: Fieller 1954.
+  """
+  count = len(first)
+  x, y = math.fsum(first) / count, math.fsum(second) / count
+  (xx, xy), (_, yy) = np.cov(first, second) / count * stats.t.ppf(0.975, count - 1) ** 2
+  a, b, c = y * y - yy, x * y - xy, x * x - xx
+  if a <= 0 or b * b < a * c:
+    return math.nan, math.nan
+  root = math.sqrt(b * b - a * c)
+  return (b - root) / a, (b + root) / a
 
 
 def named(which: Which) -> str:
@@ -91,6 +132,11 @@ def rows_of(file: str) -> Sequence[Which]:
     return list(csv.DictReader(lines))
 
 
+def is_summary(file: str) -> bool:
+  """Whether its rows are of all seeds at one rate, and not of a run each."""
+  return "best" in rows_of(file)[0]
+
+
 def values_of(file: str, score: str, which: Which) -> list[float]:
   """The score of each run: as the file has it, or from its summary over seeds at the best rate.
 
@@ -98,10 +144,12 @@ def values_of(file: str, score: str, which: Which) -> list[float]:
     ValueError: the file has no such rows.
   """
   rows = [row for row in rows_of(file) if all(row[name] == x for name, x in which.items())]
-  if file == RUNS:
+  if is_summary(file):
+    found = [x for row in rows if row["best"] == "True" for x in seeds_of(row, score)]
+  elif "measure" in rows_of(file)[0]:
     found = [float(row["value"]) for row in rows if row["measure"] == score]
   else:
-    found = [x for row in rows if row["best"] == "True" for x in seeds_of(row, score)]
+    found = [float(row[score]) for row in rows if row["use"] == "result"]
   if not found:
     raise ValueError(f"{file} has no rows with {which} and a score {score!r}.")
   return found
@@ -140,13 +188,14 @@ def _recall(file: str, column: str, **where: str):
 def _long(part: str, score: str, of: str):
   """Differences of a score of long_context.csv, by mixer and length."""
   row = lambda mixer, length: {"part": part, "mixer": mixer, "of": of, "length": length}
-  return lambda a, b: Difference(RUNS, score, row(*a), row(*b))
+  return lambda a, b: Difference("long_context.csv", score, row(*a), row(*b))
 
 
 _SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
 _dsf = lambda width, state: _recall("mqar_dsf.csv", "model", width=width, state=state, mlp="no")
 _accuracy = _long("babilong", "accuracy", "mean")
-_states = _long("states", "entropy", "mean of layers")
+_entropy, _cosine = (_long("states", x, "mean of layers") for x in ("entropy", "cosine"))
+_needles = _long("needles", "recall", "single_2")
 _nats = _long("extrapolate", "nats_per_token", "books")
 _lnssm = _books("lm_lnssm.csv", "model", "channels")
 _longhorn = _books("lm_longhorn.csv", "model")
@@ -172,6 +221,14 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
     *(_accuracy(("lnssm", n), ("mamba2", n)) for n in ("0", "4000")),
     _long("rouge", "rouge_l", "SciTLDR")(("lnssm", "0"), ("mamba2", "0")),
   ],
+  "size of linear attention's state": [
+    Difference(
+      "mqar_dsf.csv",
+      "accuracy",
+      *({"model": "linear", "width": width, "state": n, "mlp": "no"} for n in ("64", "16")),
+    )
+    for width in ("64", "128")
+  ],
   "normalized against linear attention": [_dsf(*x)("normalized", "linear") for x in _SIZES],
   "S6 and SSD against normalized attention": [
     _dsf(*x)(name, "normalized") for x in _SIZES for name in ("s6", "ssd")
@@ -192,7 +249,13 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
     ("sse-n4k1", "sse-n4k2"),
     ("sse-n4k1", "gdn"),
   ),
-  "a layer of attention": _sse(("sse-n4k1", "sse-h"), ("gla-h", "gla")),
+  "a layer of attention": _sse(
+    ("sse-n4k1", "sse-h"),
+    ("gla-h", "gla"),
+    ("sse-n4k1", "transformer"),
+    ("sse-h", "transformer"),
+    ("gla-h", "transformer"),
+  ),
   "states of equal size": [
     Solved("mqar_states.csv", {"model": name, "rows": rows})
     for name in ("sse", "gla", "mom")
@@ -203,7 +266,13 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
     for name, least in (("gla", SOLVED), ("gsa", 0.5), ("metala", SOLVED))
     for rows in ("top quarter", "all")
   ],
-  "entropy of states": [_states(("sse", "1024"), ("gla", "1024"))],
+  "entropy of states": [_entropy(("sse", "1024"), ("gla", "1024"))],
+  "rows of states": [_cosine(("sse", "1024"), ("gla", "1024"))],
+  "needles": [
+    _needles((a, n), (b, n))
+    for n in ("1024", "8192")
+    for a, b in (("sse", "gla"), ("longhorn", "sse"))
+  ],
   "LCSM's decay": _lcsm(
     ("1-10-1-0", "1-4-1-0"),
     ("1-1-1-0", "1-4-1-0"),
@@ -212,6 +281,9 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
   ),
   "LCSM's codes 2, 3 and 4": _lcsm(("1-2-1-0", "1-4-1-0"), ("1-3-1-0", "1-4-1-0")),
   "LCSM's state-space parameters": _lcsm(("0", "1-1-1-0")),
+  "LCSM's activation in recall": [
+    _recall("mqar_lcsm.csv", "code", width=width)("1-10-1-1", "1-10-1-0") for width in ("64", "128")
+  ],
   "LCSM's constant decays in recall": [
     _recall("mqar_lcsm.csv", "code", width=width)("1-0-1-0", "1-1-1-0") for width in ("64", "128")
   ],

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
 from scipy import stats
 
 from experiments import command as experiments
@@ -55,6 +56,18 @@ def test_each_experiment_has_a_command_or_a_reason():
     assert [file for file in files if not (ROOT / file).exists()] == [], name
 
 
+def test_tables_and_figures_of_the_papers_are_counted():
+  page = (ROOT / "experiments/items.md").read_text()
+  rows = re.findall(r"^\| (?:figure|table) \d+ \| [^|]+ \| ([^|]+) \|(.*)$", page, re.M)
+  assert len(rows) == 49
+  for kind in ("run", "impossible", "not run"):
+    of = [here for printed, here in rows if printed.strip("*").startswith(kind)]
+    smaller = sum(here.startswith((" smaller", " altered")) for here in of)
+    assert re.search(rf"^\| {kind} \| {len(of)} \| {smaller or ''} ?\|$", page, re.M), kind
+  sweeps = re.findall(r"`((?:lm|mqar)_\w+)`", page)
+  assert [name for name in sweeps if not (ROOT / f"experiments/sweeps/{name}.py").exists()] == []
+
+
 def test_each_claim_has_evidence_and_one_kind_of_verdict():
   for row in ROWS:
     claim, evidence, verdict = (cell.strip() for cell in row.strip("|").split(" | "))
@@ -90,3 +103,14 @@ def test_differences_have_the_intervals_of_their_runs():
   reach = stats.t.ppf(0.975, freedom) * math.sqrt(sum(errors))
   found = first.mean() - second.mean()
   assert longhorn.text == f"{found:+.3f} [{found - reach:.3f}, {found + reach:.3f}]"
+
+
+def test_ratio_has_the_interval_at_whose_ends_the_paired_test_is_at_five_percent():
+  rng = np.random.default_rng(1)
+  gap = rng.normal(1.0, 0.2, 5)
+  closed = 0.3 * gap + rng.normal(0, 0.1, 5)
+  ends = verdicts.fieller(closed, gap)
+  assert ends[0] < closed.mean() / gap.mean() < ends[1]
+  for end in ends:
+    assert stats.ttest_1samp(closed - end * gap, 0).pvalue == pytest.approx(0.05, rel=1e-6)
+  assert all(map(math.isnan, verdicts.fieller(closed, gap - gap.mean())))  # no gap is seen

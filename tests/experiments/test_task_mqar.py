@@ -137,6 +137,29 @@ def test_rows_in_training_are_those_of_the_seed_of_the_data():
   np.testing.assert_array_equal(training.test[0].tokens, TASK.examples(4, 2**31 + 5).tokens)
 
 
+def test_rows_of_validation_end_a_run_and_those_to_test_on_score_it():
+  copies = Scripted([])(CFG, seeds=(0,), learning_rates=(1e-3, 2e-3))
+  sizes = {"train_rows": 4, "test_rows": 4, "validation_rows": 4}
+  training = mqar_training.Training(CFG, TASK, copies, **sizes)
+  of_rows = {"validation": [0.995, 0.5], "test": [0.97, 0.996]}
+  seen = {name: getattr(training, name)[0].tokens for name in of_rows}
+  np.testing.assert_array_equal(seen["validation"], TASK.examples(4, 2**32).tokens)
+  right = lambda batch: next(
+    of_rows[name] for name, rows in seen.items() if np.array_equal(rows, batch["tokens"])
+  )
+  copies.right = lambda batch: np.asarray(right(batch))
+  training.measure(1)
+  assert training.finished  # by the first copy, although its tests are not above 0.99
+  of_rows["test"] = [0.2, 0.997]
+  training.measure(2)
+  scores = [{"accuracy": 0.995, "steps": 1, "test accuracy": 0.97}]
+  scores += [{"accuracy": 0.5, "steps": 2, "test accuracy": 0.997}]
+  assert training.scores() == scores
+  again = mqar_training.Training(CFG, TASK, copies, **sizes)
+  again.restore(training.position(2))
+  assert again.scores() == scores
+
+
 @pytest.mark.slow
 def test_command_trains_prints_a_table_and_writes_json(
   tiny, config_file, tmp_path, capsys, monkeypatch

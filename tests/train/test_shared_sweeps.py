@@ -238,10 +238,10 @@ def test_text_is_prepared_by_one_process_at_a_time(tiny, tmp_path, trained):
 def test_tables_are_written_again_if_more_is_finished(sweep, monkeypatch, capsys):
   write = tables.write
 
-  def slowly(folder, runs, scores):
+  def slowly(folder, runs, scores, tuning_seed):
     if scores[0] is None:
       finish(sweep.runs[0])
-    return write(folder, runs, scores)
+    return write(folder, runs, scores, tuning_seed)
 
   monkeypatch.setattr(tables, "write", slowly)
   command._write(sweep, quiet)

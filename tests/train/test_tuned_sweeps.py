@@ -4,6 +4,8 @@ import dataclasses
 import os
 import signal
 
+import pytest
+
 from tests.train import test_shared_sweeps as shared
 from tests.train.test_shared_sweeps import STEPS, Instant, finish
 from tests.train.test_sweeps import quiet
@@ -32,7 +34,39 @@ def test_tuning_seed_chooses_the_rate_at_which_the_other_seeds_train(sweep, trai
   assert len(trained(sweep)) == 6
   rows = tables.table(outcome.runs, outcome.scores)
   assert [(row["runs"], row["best"]) for row in rows] == [(1, False), (2, True)] * 3
+  rows = tables.table(outcome.runs, outcome.scores, tuning_seed=0)
+  assert [(row["runs"], row["best"]) for row in rows] == [(1, False), (1, True)] * 3
+  scores = [outcome.scores[outcome.runs.index(sweep.runs[i])] for i in (3, 7, 11)]
+  assert [row["accuracy"] for row in rows if row["best"]] == [of["accuracy"] for of in scores]
+  uses = [row["use"] for row in tables.run_rows(outcome.runs, outcome.scores, tuning_seed=0)]
+  assert uses == ["tuning", "tuning", "result"] * 3
   assert "not finished" not in tables.markdown(outcome.runs, rows)
+
+
+@pytest.mark.parametrize(
+  ("scores", "tried"),
+  [
+    ((None, 1, 3, 2, None), [1, 2, 3]),
+    ((None, 1, 2, 3, None), [1, 2, 3, 4]),
+    ((None, 1, 2, 3, 4), [1, 2, 3, 4]),
+    ((None, 3, 2, 1, None), [0, 1, 2, 3]),
+    ((2, 3, 2, 1, None), [0, 1, 2, 3]),
+    ((None, 3, None, 1, None), [1, 2, 3]),
+  ],
+)
+def test_further_rates_are_tried_while_the_best_is_at_an_edge(scores, tried):
+  rates = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+  known = [None if x is None else {"accuracy": x} for x in scores]
+  of_rates = list(zip(rates, known, strict=True))
+  for sign in (1, -1):
+    flipped = [(rate, of and {"accuracy": sign * of["accuracy"]}) for rate, of in of_rates]
+    found = tuning._until_inside(flipped[::-1], rates[1:4], "accuracy", sign)
+    assert [rate for rate, _ in found] == [rates[i] for i in tried]
+
+
+def test_first_rates_are_extended_in_training_and_the_other_seeds_follow(sweep, trained):
+  training.train(dataclasses.replace(sweep, tuning_seed=0, first_rates=(3e-3,)), say=quiet)
+  assert trained(sweep) == [[0], [2], [3], [4], [6], [7], [8], [10], [11]]  # more is better
 
 
 def test_tuning_seed_of_another_process_is_waited_for_and_a_diverged_one_has_no_rate(

@@ -115,16 +115,24 @@ def _write(sweep: spec.Sweep, say: Say) -> None:
   make_folder(sweep.folder)
   finished, error = -1, None
   while (outcome := training.collect(sweep)).finished > finished:
-    rows, error = tables.write(sweep.folder, outcome.runs, outcome.scores), None
+    rows, error = tables.write(sweep.folder, outcome.runs, outcome.scores, sweep.tuning_seed), None
     finished = outcome.finished
     score, _ = spec.primary(sweep.runs[0])
+    if any(f"test {score}" in row for row in rows):  # of data that chose nothing
+      score = f"test {score}"
+    curves = tables.curves(outcome.runs, rows, sweep.tuning_seed)
     try:
       plots.draw(rows, sweep.plot, score, sweep.folder / "plot.png")
+      name = tables.curve_score(sweep.runs[0])
+      plots.draw_curves(curves, sweep.plot, name, sweep.folder / "curves.png")
     except (ImportError, ValueError) as problem:
       error = problem
   show((sweep.folder / "table.md").read_text(), end="")
   if error is None:
-    say(f"tables and plot  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl, plot.png")
+    say(
+      f"tables and plots  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl, .csv, curves.csv,"
+      " curves.png, plot.png"
+    )
   else:
     warn(f"no plot: {error}")
-    say(f"tables  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl")
+    say(f"tables  {sweep.folder}/table.md, .csv, .jsonl, runs.jsonl, .csv, curves.csv")

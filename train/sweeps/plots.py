@@ -1,5 +1,6 @@
 """The plot of a sweep: a score against a label or the learning rate, mean and spread over seeds."""
 
+import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,13 @@ from train.sweeps.spec import Plot
 Row = dict[str, Any]
 
 _SHIFT = 0.012  # between two lines, as a share of the axis
+_MOST_TICKS = 16  # of which each has its label
+
+
+def draw_curves(rows: Sequence[Row], plot: Plot, score: str, output: Path) -> None:
+  """Draws learning curves (`tables.curves`), with a panel per place on the axis of `plot`."""
+  panel = plot.panel or (None if plot.x == "learning_rate" else plot.x)
+  draw(rows, dataclasses.replace(plot, x="step", panel=panel), score, output)
 
 
 def draw(
@@ -65,7 +73,7 @@ def draw(
   is_number = all(isinstance(row[plot.x], int | float) for row in kept)
   places: list[Any] = values(plot.x)
   ticks = sorted(places) if is_number else list(range(len(places)))
-  is_log = is_number and ticks[0] > 0
+  is_log = is_number and ticks[0] > 0 and plot.x != "step"
   for axis, panel in zip(axes.flat, panels, strict=False):
     for number, line in enumerate(lines):
       points = [row for row in kept if line_of(row) == line]
@@ -91,22 +99,26 @@ def draw(
         linewidth=1.2, marker=markers[number % len(markers)],
         linestyle="-" if is_number or plot.line else "none",
       )  # fmt: skip
+    if panel in plot.chance:
+      axis.axhline(plot.chance[panel], color="gray", linestyle=":", label="a guess")
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
     axis.grid(alpha=0.3)
     if is_log:
       axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks] if is_number else map(str, places))
+    if len(ticks) <= _MOST_TICKS:
+      axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks] if is_number else map(str, places))
     axis.minorticks_off()
     if not is_number and len(places) > 4:  # names would overlap
       axis.tick_params("x", rotation=45)
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
-  figure.supxlabel(plot.x.replace("_", " "), fontsize=10)
+  meant = "least and largest seed" if bars == "range" else "standard deviation over the seeds"
+  figure.supxlabel(f"{plot.x.replace('_', ' ')} (bars: {meant})", fontsize=10)
   figure.supylabel(score, fontsize=10)
   if title:
     found = [axis.get_legend_handles_labels() for axis in axes.flat]
     handles = {name: handle for of in found for handle, name in zip(*of, strict=True)}
-    handles = {line: handles[line] for line in lines}
+    handles = {line: handles[line] for line in (*lines, "a guess") if line in handles}
     names, place = ", ".join(title), "outside right upper"
     figure.legend(handles.values(), handles, title=names, loc=place, frameon=False)
   picture = io.BytesIO()

@@ -73,13 +73,15 @@ class Run:
 class Plot:
   """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`.
 
-  `where` has the values of labels of which only these are drawn.
+  `where` has the values of labels of which only these are drawn, and `chance` the score of a guess
+  by the panel's value, None where there is one panel.
   """
 
   x: str = "learning_rate"
   line: str | None = None
   panel: str | None = None
   where: dict[str, Any] = dataclasses.field(default_factory=dict)
+  chance: dict[Any, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,8 @@ class Sweep:
     copies: most runs to train together; None: all that have one program.
     tuning_seed: its runs choose the learning rate, at which alone the other seeds train; None: all
       seeds train at all learning rates.
+    first_rates: of the tuning seed, which tries a further rate of the runs while the best so far is
+      the least or the largest tried; None: it tries all.
   """
 
   folder: Path
@@ -101,6 +105,7 @@ class Sweep:
   plot: Plot
   copies: int | None = None
   tuning_seed: int | None = None
+  first_rates: Sequence[float] | None = None
 
 
 Made = config.Train | tuple[config.Train, Task] | None
@@ -158,7 +163,7 @@ def load(
 ) -> Sweep:
   """Loads the sweep of a Python file: `SWEEP`, a list of runs or configs, and other settings.
 
-  These are `PLOT`, `COPIES` and `TUNING_SEED`, the fields of `Sweep`.
+  These are `PLOT`, `COPIES`, `TUNING_SEED` and `FIRST_RATES`, the fields of `Sweep`.
 
   Args:
     folder: where its runs are written; by default runs/ and the file's name.
@@ -176,6 +181,7 @@ def load(
     copies, tuning_seed = (
       coerce(names.get(name), int | None, f"{path}: {name}") for name in ("COPIES", "TUNING_SEED")
     )
+    first_rates = coerce(names.get("FIRST_RATES"), tuple[float, ...] | None, f"{path}: FIRST_RATES")
     check(
       isinstance(found, list),
       f"{path} has no list SWEEP of configs; use SWEEP = train.sweeps.grid(...).",
@@ -205,7 +211,15 @@ def load(
     tuning_seed is None or tuning_seed in seeds,
     f"TUNING_SEED = {tuning_seed} of {path} must be one of the seeds of its runs, {seeds}.",
   )
+  for labels in {tuple(run.labels.items()) for run in runs}:
+    rates = {rate_of(run) for run in runs if tuple(run.labels.items()) == labels}
+    check(
+      first_rates is None or (tuning_seed is not None and bool(rates & set(first_rates))),
+      f"FIRST_RATES = {first_rates} of {path} needs a TUNING_SEED, and one of the learning rates of"
+      f" its runs, {sorted(rates)}.",
+    )
   settings: dict[str, Any] = {"plot": plot, "copies": copies, "tuning_seed": tuning_seed}
+  settings["first_rates"] = first_rates
   return Sweep(folder=folder, runs=runs, chosen=chosen, **settings)
 
 

@@ -16,6 +16,7 @@ from lnssm_jax.files.atomic import replace_files
 from lnssm_jax.files.printable import printable
 from lnssm_jax.models import count_parameters
 from train import config
+from train.runs.run_folder import RunFolder
 from train.step.model import build_model
 from train.sweeps.spec import Run, primary, rate_of
 from train.sweeps.work import Scores
@@ -23,14 +24,20 @@ from train.sweeps.work import Scores
 Row = dict[str, Any]
 
 
-def run_rows(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
-  """A row per run; `finished` says whether it has scores, and a score of None that it diverged."""
+def run_rows(
+  runs: Sequence[Run], scores: Sequence[Scores | None], tuning_seed: int | None = None
+) -> list[Row]:
+  """A row per run; `finished` says whether it has scores, and a score of None that it diverged.
+
+  `use` says of which runs the result is: not of those of `tuning_seed`, which choose the rate.
+  """
   return [
     {
       **run.labels,
       "parameters": parameters(run.cfg.model),
       "learning_rate": rate_of(run),
       "seed": run.cfg.seed,
+      "use": "tuning" if run.cfg.seed == tuning_seed else "result",
       "finished": known is not None,
       **(known or {}),
       "run_dir": run.cfg.run_dir,
@@ -39,8 +46,12 @@ def run_rows(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
   ]
 
 
-def table(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
+def table(
+  runs: Sequence[Run], scores: Sequence[Scores | None], tuning_seed: int | None = None
+) -> list[Row]:
   """A row per combination of labels and learning rate, over seeds.
+
+  Not over `tuning_seed`, which chose the rate, where there are others.
 
   Each score has its mean, standard deviation (of a sample, None for one seed), least and largest
   value. `best` marks the learning rate with the best mean of the first score, the accuracy of
@@ -52,6 +63,8 @@ def table(runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
     of_rate.setdefault((*run.labels.items(), rate_of(run)), []).append((run, known))
   rows: dict[tuple, list[Row]] = {}
   for (*labels, _), members in of_rate.items():
+    others = [member for member in members if member[0].cfg.seed != tuning_seed]
+    members = others or members
     rows.setdefault(tuple(labels), []).append(_row(members))
   name, sign = primary(runs[0])
   for same in rows.values():
@@ -75,8 +88,13 @@ def parameters(model: config.Model) -> int:
   return _count(json.dumps(config.to_dict(model)))
 
 
-def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) -> list[Row]:
-  """Writes runs.jsonl, table.jsonl, table.csv and table.md into `folder`; returns the table.
+def write(
+  folder: Path,
+  runs: Sequence[Run],
+  scores: Sequence[Scores | None],
+  tuning_seed: int | None = None,
+) -> list[Row]:
+  """Writes the tables of runs and of rates, and the curves, into `folder`; returns those of rates.
 
   All files are on disk before the first of them is replaced, each as a whole, since other processes
   may write them at the same time: on a full disk all old ones stay.
@@ -84,16 +102,58 @@ def write(folder: Path, runs: Sequence[Run], scores: Sequence[Scores | None]) ->
   Raises:
     OSError: a file cannot be written; it is named.
   """
-  rows = table(runs, scores)
+  rows = table(runs, scores, tuning_seed)
   lines = lambda of: "".join(json.dumps(row) + "\n" for row in of)
+  of_runs = run_rows(runs, scores, tuning_seed)
+  files = {"runs.jsonl": lines(of_runs), "table.jsonl": lines(rows)}
+  files |= {"runs.csv": _csv(of_runs), "table.csv": _csv(rows), "table.md": markdown(runs, rows)}
+  files["curves.csv"] = _csv(curves(runs, rows, tuning_seed))
+  replace_files({folder / name: content.encode() for name, content in files.items()})
+  return rows
+
+
+def curve_score(run: Run) -> str:
+  """The name of what a learning curve shows."""
+  return "loss" if run.task is None else run.task.score
+
+
+def curves(runs: Sequence[Run], rows: Sequence[Row], tuning_seed: int | None = None) -> list[Row]:
+  """The learning curves at the best rates: what the runs wrote on the way, over seeds, by step.
+
+  That is the accuracy of a task, or the loss of training.
+  """
+  name, kind = curve_score(runs[0]), "train" if runs[0].task is None else "task"
+  best = [(row["learning_rate"], [*row.items()]) for row in rows if row["best"]]
+  found: dict[tuple, list[float]] = {}
+  parts: dict[tuple, Run] = {}
+  for run in runs:
+    is_best = any(rate == rate_of(run) and set(run.labels.items()) <= set(of) for rate, of in best)
+    if not is_best or run.cfg.seed == tuning_seed:
+      continue
+    labels = tuple(run.labels.items())
+    parts[labels] = run
+    for row in RunFolder(run.cfg.run_dir).read_rows():
+      if row["kind"] == kind and row.get(name) is not None:
+        found.setdefault((labels, row["step"]), []).append(row[name])
+  return [
+    {
+      **dict(labels),
+      "parameters": parameters(parts[labels].cfg.model),
+      "step": step,
+      "best": True,
+      **spread(name, values),
+    }
+    for (labels, step), values in found.items()
+  ]
+
+
+def _csv(rows: Sequence[Row]) -> str:
+  """Rows as CSV."""
   text = io.StringIO()
   writer = csv.DictWriter(text, columns(rows), lineterminator="\n")
   writer.writerow({name: _cell_of_csv(name) for name in columns(rows)})
   writer.writerows([{name: _cell_of_csv(value) for name, value in row.items()} for row in rows])
-  files = {"runs.jsonl": lines(run_rows(runs, scores)), "table.jsonl": lines(rows)}
-  files |= {"table.csv": text.getvalue(), "table.md": markdown(runs, rows)}
-  replace_files({folder / name: content.encode() for name, content in files.items()})
-  return rows
+  return text.getvalue()
 
 
 def _cell_of_csv(value: Any) -> Any:
