@@ -1,12 +1,13 @@
-"""Configurations of the attention kernels for Hopper. Never keyed on a length."""
+"""Configurations of the attention kernels. Never keyed on a length."""
 
 import dataclasses
 from typing import NamedTuple
 
 from pallas_kernels.core import device, tuning
 
+WIDEST_AMPERE = 128  # of heads, in the kernels for every GPU since Ampere
 WIDTHS = (64, 128, 192, 256)  # what heads of q and k, and those of v, are padded to
-ROWS = 64  # rows of a consumer warpgroup: those of one WGMMA
+ROWS = 64  # rows of a warpgroup's products
 CONSUMERS = 2  # warpgroups of a CTA that compute; one more copies
 TILE = CONSUMERS * ROWS  # queries of a CTA; in the kernel for keys, keys
 
@@ -108,8 +109,27 @@ class Config:
     tuning.check_smem("attention", self.smem(shape))
 
 
+@dataclasses.dataclass(frozen=True)
+class AmpereConfig:
+  """The kernels for every GPU since Ampere: nothing is chosen yet. A CTA has tiles of 64 tokens."""
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    K, V, _ = shape
+    needed = {
+      "outputs": K + max(K, V),
+      "query_gradient": K + V + max(K, V),
+      "key_gradient": 2 * (K + V),
+    }
+    return {name: 2 * ROWS * (width + ROWS) + _REDUCTIONS for name, width in needed.items()}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the kernels do not fit the device."""
+    tuning.check_smem("attention", self.smem(shape))
+
+
 def default(shape: Shape) -> Config:
-  """The configuration for widths that are in `WIDTHS`, on the current device."""
+  """Hopper's configuration for widths that are in `WIDTHS`, on the current device."""
   wide = max(shape.key_width, shape.value_width) > 128
   config = Config(
     forward=ForwardConfig(

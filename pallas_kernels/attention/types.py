@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.config import Config
 from pallas_kernels.core.wgmma import Backend
 
 LOG2_E = math.log2(math.e)
@@ -53,12 +52,20 @@ class Ranges(NamedTuple):
   seen_by: Range  # [B, S] int32: the queries that see each key
 
 
+class Outputs(NamedTuple):
+  """Results of the kernel for outputs."""
+
+  out: Any  # [B, T, H, V] bfloat16
+  log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
+
+
 class Options(NamedTuple):
   """Static arguments."""
 
   logits: Logits
-  config: Config
+  config: Any  # a `Config`, or an `AmpereConfig`, for the kernels of that architecture
   interpret: Any = None
+  architecture: str | None = None  # the folder of the kernels; None: that of the device
 
   @property
   def backend(self) -> Backend:

@@ -136,9 +136,14 @@ def of_architecture(architecture: str | None, interpret: Any) -> Backend:
   return Mma(interpret) if architecture == device.AMPERE else Backend(interpret)
 
 
+def fetch_tile(source_gmem: Ref) -> jax.Array:
+  """A bfloat16 tile on its way to registers, as it is to be stored in SMEM."""
+  return plgpu.load(source_gmem, layout=_copied(source_gmem.shape), optimized=False)
+
+
 def load_tiles(*copies: tuple[Ref, Ref]) -> None:
   """Copies pairs (GMEM, SMEM) of bfloat16 tiles: all loads are issued before the first store."""
-  values = [plgpu.load(x, layout=_copied(x.shape), optimized=False) for x, _ in copies]
+  values = [fetch_tile(x) for x, _ in copies]
   for value, (_, target_smem) in zip(values, copies, strict=True):
     target_smem[...] = value
 

@@ -116,6 +116,14 @@ def recall(channels):
   return call, inputs | {"segments": segments}
 
 
+def attend_softly(B, T, H, G, K, V):
+  """(function, arguments) of softmax attention with documents, a window, and a cap."""
+  options = {"window": 100, "soft_cap": 30.0, "implementation": "pallas"}
+  call = lambda x: ops.attention(*(x[n] for n in "qkv"), segment_ids=x["ids"], **options)[0]
+  arrays = {"q": array(B, T, H, K), "k": array(B, T, G, K), "v": array(B, T, G, V)}
+  return call, arrays | {"ids": array(B, T, dtype=jnp.int32)}
+
+
 def scans(B, T, D):
   """(function, arguments) by name, of the scans with states per channel."""
   wide, keys, numbers = array(B, T, D), array(B, T, 16), array(B, T, D, dtype=F32)
@@ -146,6 +154,8 @@ def programs():
   for suffix, length in (("", T), (", a token", 1)):
     table |= {f"{n}{suffix}": (*x, length > 1) for n, x in scans(B, length, D).items()}
   table |= {f"delta_rule{x}": (*recall(bool(x)), True) for x in ("", ", decays per channel")}
+  for K, V in ((64, 64), (128, 128)):
+    table[f"attention, heads of {K}"] = *attend_softly(B, T, H, 2, K, V), True
   return table | {
     "normalize": (
       lambda x: ops.normalize(x["x"], scale=x["scale"], **kernels),

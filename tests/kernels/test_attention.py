@@ -20,7 +20,7 @@ from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
 from pallas_kernels.attention.config import ROWS, TILE, ForwardConfig, LoopConfig, Shape, default
 from pallas_kernels.attention.decode import decode
-from pallas_kernels.attention.sm90.tiles import steps_of
+from pallas_kernels.attention.softmax import steps_of
 from pallas_kernels.attention.types import Logits
 from tests.kernels.interpreted import assert_transformations
 from tests.kernels.lowered import (
@@ -150,10 +150,11 @@ def test_attention_kernels_match_reference(case):
 
 
 @pytest.mark.slow
-def test_soft_cap_in_kernels_matches_reference():
+@pytest.mark.parametrize("implementation", ["pallas_interpret", "pallas_ampere_interpret"])
+def test_soft_cap_in_kernels_matches_reference(implementation):
   arrays = drawn(150, H=2, G=1)
   run = lambda form, *x: ops.attention(*x, soft_cap=0.8, window=70, implementation=form)[0]
-  out, pull = jax.vjp(functools.partial(run, "pallas_interpret"), *arrays)
+  out, pull = jax.vjp(functools.partial(run, implementation), *arrays)
   with jax.enable_x64(True):
     exact = [x.astype(jnp.float64) for x in arrays]
     want, pull_want = jax.vjp(functools.partial(run, "reference"), *exact)
@@ -176,21 +177,34 @@ def arguments(T=1000, H=4, G=2, K=128, V=128, segments=True):
   return array(H, K), array(G, K), array(G, V), array(dtype=jnp.int32) if segments else None
 
 
-def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None, sizes=None):  # noqa: B008
+def run(q, k, v, ids, mask=Mask(None, None, True), soft_cap=None, **how):  # noqa: B008
   segments = None if ids is None else segments_of("attention", ids, *q.shape[:2])
   options = Options(mask, 0.1, None, soft_cap)
-  return pallas.run(Inputs(q, k, v, None, segments), options, sizes=sizes)
+  return pallas.run(Inputs(q, k, v, None, segments), options, **how)
+
+
+AMPERE = {"architecture": "ampere"}
 
 
 @pytest.mark.parametrize(
-  ("K", "V", "count"), [(64, 64, 3), (128, 128, 3), (192, 128, 4), (256, 256, 4)]
+  ("K", "V", "count", "how"),
+  [(64, 64, 3, {}), (128, 128, 3, {}), (192, 128, 4, {}), (256, 256, 4, {}), (128, 64, 3, AMPERE)],
 )
-def test_attention_kernels_lower(K, V, count):
+def test_attention_kernels_lower(K, V, count, how):
   """Outputs, gradients of queries, gradients of keys and values together or apart."""
-  shapes = arguments(K=K, V=V)
-  names = kernels_traced(jax.grad(lambda *x: total(run(*x)), argnums=(0, 1, 2)), *shapes)
+  shapes, call = arguments(K=K, V=V), functools.partial(run, **how)
+  names = kernels_traced(jax.grad(lambda *x: total(call(*x)), argnums=(0, 1, 2)), *shapes)
   assert len(names) == count
-  assert kernels_in(run, *shapes) == 1
+  assert kernels_in(call, *shapes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("V", [64, 128])
+def test_kernels_for_ampere_lower(K, V):
+  call = functools.partial(run, soft_cap=30.0, **AMPERE)
+  shapes = arguments(K=K, V=V)
+  assert kernels_in(jax.grad(lambda *x: total(call(*x)), argnums=(0, 1, 2)), *shapes) == 3
 
 
 @pytest.mark.slow
@@ -302,6 +316,9 @@ def test_attention_prefers_kernels_where_documents_are(hopper):
     assert "pallas" not in supported(**options)
     with pytest.raises(NotImplementedError, match=reason):
       ops.attention(**options, implementation="pallas")
+  wide = (jnp.zeros((2, 3, n, 192), BF16) for n in (4, 2))
+  with pytest.raises(NotImplementedError, match="q is 192 wide, and at most 128 is supported by"):
+    ops.attention(*wide, v, implementation="pallas_ampere_interpret")
   assert supported(*(x[..., :16] for x in (q, k, v)))[0] == "chunked"  # padded fourfold
   one = [x[:, :1] for x in (q, k, v)]
   assert supported(*one)[0] == "chunked"

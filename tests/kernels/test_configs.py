@@ -120,6 +120,12 @@ PROGRAMS = {
     {"forward": "recurrence", "reverse": "recurrence", "inverses": "inverses"},
   ),
   "attention": ("attention", heads(128, 64), {}, GRADIENTS | {"outputs": "forward"}),
+  "attention ampere": (
+    "attention",
+    heads(128, 64),
+    {"implementation": "pallas_ampere"},
+    GRADIENTS | {"outputs": "outputs"},
+  ),
   "selective": ("selective_scan", SCAN | SELECTIVE, {}, BOTH),
   "longhorn": ("longhorn_scan", SCAN | LONGHORN, {}, BOTH),
   "diagonal": (

@@ -61,14 +61,15 @@ def _kernel_form(form: dispatch.Form) -> dispatch.Form:
   return _form(lambda *args: form.run(*args)[0], form.unsupported, form.preferred)
 
 
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", ("BTHV",))
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", ("BTHV",), dispatch.device.EVERY, apart=True)
+_FORMS = {name: _kernel_form(form) for name, form in _KERNELS.with_forms().items()}
 
 IMPLEMENTATIONS = {
   "cudnn": _form(cudnn.cudnn, cudnn.unsupported),
-  "pallas": _kernel_form(_KERNELS.compiled),
+  "pallas": _FORMS.pop("pallas"),
   "chunked": _form(chunked.chunked),
   "reference": _form(reference.reference),
-  "pallas_interpret": _kernel_form(_KERNELS.interpreted),
+  **_FORMS,
 }
 
 
@@ -144,11 +145,12 @@ def attention(
       With a window or blocks that reach no further back than one shard, the exchange has the keys
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
-      segments, blocks, cap, sinks and dropout), "pallas" (our kernels; bfloat16 on a Hopper GPU,
-      without dropout: they skip the tiles that no query sees, and for one token read the cache in
-      splits), "chunked" (tiles of scores, memory linear in T; reverse mode only), "reference" (all
-      scores in memory) or "pallas_interpret" (the kernels on a CPU, for tests). None takes the
-      first that is supported.
+      segments, blocks, cap, sinks and dropout), "pallas" (our kernels; bfloat16 on an NVIDIA GPU
+      since Ampere, without dropout: they skip the tiles that no query sees, and for one token read
+      the cache in splits), "chunked" (tiles of scores, memory linear in T; reverse mode only) or
+      "reference" (all scores in memory). None takes the first that is supported. By name only:
+      "pallas_ampere" (on Hopper, too, the kernels of every other GPU), and for tests on a CPU
+      "pallas_interpret" and "pallas_ampere_interpret".
     chunk_size: tokens per block of the chunked form; None means the default.
 
   Returns:

@@ -76,14 +76,15 @@ MANY = [
 # keys, documents and windows that leave whole tiles out.
 KERNEL_CASES = [
   Case(T=200, K=64, V=64, heads=(2, 1), segments=True, strength="extreme"),
-  Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True, sinks=True),
   Case(T=130, K=72, V=40, heads=(4, 2), causal=False, segments=True),
   Case(T=3, K=32, V=32, heads=(2, 2)),
   # Rows whose cache is full and wrapped around, and partly filled; then one token.
   Case(T=90, K=32, V=32, heads=(2, 1), window=60, cached=(130, 37), segments=True),
   Case(T=1, K=32, V=64, heads=(4, 2), window=81, cached=(200, 50), sinks=True),
 ]
+AMPERE_CASE = Case(T=90, K=72, V=24, heads=(2, 1), window=40, segments=True, sinks=True)
 MORE_KERNEL_CASES = [
+  Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True, sinks=True),
   Case(T=130, K=192, V=128, heads=(2, 2), segments=True),
   Case(T=20, K=32, V=32, heads=(2, 2), cached=(140, 0)),
   Case(T=150, K=32, V=32, heads=(2, 2), block=90, cached=(140, 70), segments=True),
@@ -92,8 +93,8 @@ MORE_KERNEL_CASES = [
 ]
 
 
-def _kernel(case: Case) -> Check:
-  return Check(replace(case, chunk=None), "pallas_interpret", jnp.bfloat16)
+def _kernel(case: Case, implementation: str = "pallas_interpret") -> Check:
+  return Check(replace(case, chunk=None), implementation, jnp.bfloat16)
 
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -142,6 +143,7 @@ ATTENTION = Scan(
     *(Check(case) for n, case in enumerate(CASES) if n not in SLOW),
     Check(CASES[4], dtype=jnp.bfloat16),
     *(_kernel(case) for case in KERNEL_CASES),
+    _kernel(AMPERE_CASE, "pallas_ampere_interpret"),
   ],
   sweep=[
     *(Check(CASES[n]) for n in SLOW),
@@ -149,6 +151,11 @@ ATTENTION = Scan(
     *(Check(case) for case in MANY),
     Check(CASES[9], dtype=jnp.float16),
     *(_kernel(case) for case in MORE_KERNEL_CASES),
+    *(
+      _kernel(case, "pallas_ampere_interpret")
+      for case in KERNEL_CASES + MORE_KERNEL_CASES
+      if case.T > 1 and case.K <= 128
+    ),
   ],
   small=Case(**SMALL, window=5),
   variants=(Case(**SMALL, block=6), Case(**SMALL)),

@@ -16,6 +16,7 @@ from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.segments import Segments
 from pallas_kernels.attention import config, decode, op
 from pallas_kernels.attention.types import Logits, Range, Ranges
+from pallas_kernels.core import device
 
 _NARROWEST = 32  # narrower heads are padded more than twofold
 
@@ -37,16 +38,24 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
+def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
+  """`unsupported`, by the kernels for all GPUs since Ampere."""
+  widest = config.WIDEST_AMPERE
+  if not _decodes(inputs, options):
+    for name, x in (("q", inputs.q), ("v", inputs.v)):
+      if x.shape[-1] > widest:
+        return (
+          f"{name} is {x.shape[-1]} wide, and at most {widest} is supported by the kernels for "
+          "every GPU since Ampere"
+        )
+  return unsupported(inputs, options)
+
+
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
   if inputs.q.shape[1] == 1:
     return _decodes(inputs, options)
   return min(inputs.q.shape[-1], inputs.v.shape[-1]) >= _NARROWEST
-
-
-def since_ampere(inputs: Inputs, options: Options) -> bool:
-  """Whether every GPU since Ampere runs these arguments: single tokens, in registers alone."""
-  return _decodes(inputs, options)
 
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
@@ -69,8 +78,20 @@ def _step(inputs: Inputs, *, options: Options, interpret) -> jax.Array:
   return out[:, None]
 
 
-def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array]:
-  """(out,). `sizes`: the configuration of the kernels; None takes that of the table."""
+def run(
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  architecture: str | None = None,
+) -> tuple[jax.Array]:
+  """(out,).
+
+  Args:
+    sizes: the configuration of the kernels; None takes that of the table.
+    architecture: whose kernels run; None takes those of the device.
+  """
   if _decodes(inputs, options):
     # One token is of one document, that of the cache.
     step = functools.partial(_step, options=options, interpret=interpret)
@@ -100,9 +121,11 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
   seen, seen_by = key_ranges(options.mask, segments, B, T, before)
   ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T))
   shape = config.Shape(wide_k, wide_v, B * H * (config.padded_length(T) // config.TILE))
-  sizes = sizes or config.default(shape)
+  architecture = architecture or device.current().architecture or device.SM90
+  ampere = architecture == device.AMPERE
+  sizes = sizes or (config.AmpereConfig() if ampere else config.default(shape))
   sizes.check(shape)
-  static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret)
+  static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret, architecture)
   arrays = padded(q, wide_k), padded(k, wide_k), padded(v, wide_v)
   sinks = None if sinks is None else sinks.astype(jnp.float32)
   return (op.attention(*arrays, ranges, static, sinks)[:, :T, :, :V],)

@@ -311,8 +311,7 @@ class Kernels:
       importing what a kernel is written with takes longer than importing all the rest.
     results: the axes of the results, those of the output and of the state's arrays in most ops, as
       in `Inputs.AXES`.
-    architectures: what its kernels run on. Where more GPUs run some arguments, as single tokens,
-      the module's `since_ampere` says so.
+    architectures: what its kernels run on.
     apart: whether the kernels for Ampere are others; then `run` and `interpreted` have an argument
       `architecture`, and the module an `unsupported_ampere` where those support less.
   """
@@ -350,12 +349,8 @@ class Kernels:
 
   def _compiled(self, architectures, preferred, **how):
     def unsupported(inputs, options):
-      reason = device.unsupported(architectures)
-      if reason is not None and device.unsupported((device.AMPERE,)) is None:
-        since_ampere = getattr(self._kernels(), "since_ampere", None)
-        reason = reason if since_ampere is None or not since_ampere(inputs, options) else None
       runs = how.get("architecture", device.current().architecture)
-      return reason or self._unsupported(runs, inputs, options)
+      return device.unsupported(architectures) or self._unsupported(runs, inputs, options)
 
     return Form(functools.partial(self._run, "run", how), unsupported, preferred)
 

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
-from pallas_kernels.attention.sm90.forward import Outputs
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
@@ -30,12 +29,10 @@ from pallas_kernels.attention.sm90.tiles import (
   QueryTiles,
   Ring,
   launch,
-  load_range,
-  steps_of,
   tile_start,
-  visible,
 )
-from pallas_kernels.attention.types import Logits, Options, Range, Ranges
+from pallas_kernels.attention.softmax import load_range, steps_of, where_seen
+from pallas_kernels.attention.types import Logits, Options, Outputs, Range, Ranges
 from pallas_kernels.core.wgmma import (
   Backend,
   Dots,
@@ -129,10 +126,7 @@ def query_gradient(
       x, factor = logits.of(products)
       weights = jnp.exp2(x * factor - broadcast_rows(log_sum, shape))
       d_logits = logits.slope(x, weights * (d_weights - broadcast_rows(d_sum, shape)))
-      masked = (step < own.inside) | (step >= own.outside)
-      d_logits = lax.cond(
-        masked, lambda: jnp.where(visible(rows, step, shape), d_logits, 0.0), lambda: d_logits
-      )
+      d_logits = where_seen(d_logits, 0.0, rows, own, step)
       lhs = backend.to_lhs(d_logits, smem.lhs, warpgroup)
       d_q = backend.dot(lhs, smem.keys.k.at[slot], start=d_q)
       ring.release(n)
@@ -284,10 +278,7 @@ def key_gradient(
         log_sum = load_col_vector(stage.log_sum)
         x, factor = logits.of(products)
         weights = jnp.exp2(x * factor - broadcast_cols(log_sum, shape))
-        masked = (step < own.inside) | (step >= own.outside)
-        weights = lax.cond(
-          masked, lambda: jnp.where(visible(rows, step, shape), weights, 0.0), lambda: weights
-        )
+        weights = where_seen(weights, 0.0, rows, own, step)
         left = KeyGradients(None, weights)
         if wanted.k:
           d_sum = broadcast_cols(load_col_vector(stage.d_sum), shape)

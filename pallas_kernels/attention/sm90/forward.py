@@ -23,13 +23,11 @@ from pallas_kernels.attention.sm90.tiles import (
   QueryScratch,
   QueryTiles,
   Ring,
-  Steps,
   launch,
-  visible,
 )
-from pallas_kernels.attention.types import LOWEST, Logits, Options, Range, Ranges
+from pallas_kernels.attention.softmax import Softmax, Steps, where_seen
+from pallas_kernels.attention.types import Logits, Options, Outputs, Range, Ranges
 from pallas_kernels.core.wgmma import (
-  ROW_LAYOUT,
   Backend,
   Dots,
   Ref,
@@ -46,13 +44,6 @@ class _Gmem(NamedTuple):
   q: Any
   keys: KeyTiles
   seen: Range
-
-
-class Outputs(NamedTuple):
-  """Results of the kernel."""
-
-  out: Any  # [B, T, H, V] bfloat16
-  log_sum: Any  # [B, H, T] float32: the logarithm in base 2 of the softmax's denominator
 
 
 def forward(options: Options, q, k, v, ranges: Ranges) -> Outputs:
@@ -95,12 +86,10 @@ def outputs(
       mine, own, rows = loop.rows_of(warpgroup)
       (q_smem,) = loop.own_tiles(warpgroup)
       consumer = _Consumer(loop, own, rows, q_smem, warpgroup, logits, backend, (ROWS, V))
-      acc, top, total = consumer.run()
-      some = total > 0.0
-      inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
+      softmax = consumer.run()
+      inverse, log_sum = softmax.end()
       out_smem = q_smem if smem.out is None else smem.out.at[place, pl.ds(warpgroup * ROWS, ROWS)]
-      out_smem[...] = (acc * broadcast_rows(inverse, acc.shape)).astype(jnp.bfloat16)
-      log_sum = jnp.where(some, top + jnp.log2(jnp.where(some, total, 1.0)), 0.0)
+      out_smem[...] = (softmax.value * broadcast_rows(inverse, (ROWS, V))).astype(jnp.bfloat16)
       tokens = pl.ds(mine, ROWS)
       store_unoptimized(outs.log_sum.at[loop.batch, loop.head, tokens], log_sum)
       plgpu.commit_smem()
@@ -125,14 +114,6 @@ def outputs(
   )
 
 
-class _Softmax(NamedTuple):
-  """A running softmax of 64 queries."""
-
-  value: Any  # [64, V]: sum_j 2^(x_j - top) v_j, as yet without the last step
-  top: Any  # [64]: max_j x_j, or `LOWEST`
-  total: Any  # [64]: sum_j 2^(x_j - top)
-
-
 class _Consumer(NamedTuple):
   """A consumer warpgroup's work on its rows of a tile of queries."""
 
@@ -145,18 +126,17 @@ class _Consumer(NamedTuple):
   backend: Backend
   shape: tuple[int, int]  # of the outputs
 
-  def run(self) -> _Softmax:
+  def run(self) -> Softmax:
     """The softmax over all visible keys."""
     loop, own = self.loop, self.own
-    constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW_LAYOUT)
-    start = _Softmax(zero_accumulator(*self.shape), constant(LOWEST), constant(0.0))
+    start = Softmax.empty(zero_accumulator(*self.shape))
     loop.ring.skip(loop.steps.begin, own.begin, loop.number)
     some = (own.end > own.begin).astype(jnp.int32)
     softmax = lax.fori_loop(0, some, lambda _, softmax: self._all_steps(softmax), start)
     loop.ring.skip(own.end, loop.steps.end, loop.number)
     return softmax
 
-  def _all_steps(self, softmax: _Softmax) -> _Softmax:
+  def _all_steps(self, softmax: Softmax) -> Softmax:
     own, ring = self.own, self.loop.ring
     n = self.loop.number(own.begin)
     ring.wait("k", n)
@@ -169,7 +149,7 @@ class _Consumer(NamedTuple):
     ring.release(n)
     return softmax._replace(value=value)
 
-  def _step(self, step, carry: tuple[_Softmax, jax.Array]) -> tuple[_Softmax, jax.Array]:
+  def _step(self, step, carry: tuple[Softmax, jax.Array]) -> tuple[Softmax, jax.Array]:
     """Scores and weights of a step, and the product of the weights and values before it."""
     softmax, weights = carry
     n = self.loop.number(step)
@@ -181,7 +161,7 @@ class _Consumer(NamedTuple):
     )
     self.loop.ring.release(n - 1)
     value = value * broadcast_rows(shrink, self.shape)
-    return _Softmax(value, top, total), weights.astype(jnp.bfloat16)
+    return Softmax(value, top, total), weights.astype(jnp.bfloat16)
 
   def _scores(self, n) -> tuple[Ref, Ref]:
     """The operands of the scores of the n-th step."""
@@ -192,16 +172,10 @@ class _Consumer(NamedTuple):
     lhs = self.backend.to_lhs(weights, self.loop.smem.lhs, self.warpgroup)
     return lhs, self.loop.smem.keys.v.at[self.loop.ring.slot(n)]
 
-  def _advance(self, softmax: _Softmax, step, scores):
+  def _advance(self, softmax: Softmax, step, scores):
     """(top, total, what the sums so far shrink by, weights), once the step's values are there."""
     x, factor = self.logits.of(scores)
-    own, shape = self.own, scores.shape
-    masked = (step < own.inside) | (step >= own.outside)
-    x = lax.cond(masked, lambda: jnp.where(visible(self.rows, step, shape), x, -jnp.inf), lambda: x)
-    top = jnp.maximum(softmax.top, jnp.max(x, axis=1) * factor)
-    weights = jnp.exp2(x * factor - broadcast_rows(top, shape))
-    shrink = jnp.exp2(softmax.top - top)
-    total = softmax.total * shrink + jnp.sum(weights, axis=1)
-    made = lax.optimization_barrier((top, total, shrink, weights))
+    x = where_seen(x, -jnp.inf, self.rows, self.own, step)
+    made = lax.optimization_barrier(softmax.advance(x, factor))
     self.loop.ring.wait("v", self.loop.number(step))
     return made

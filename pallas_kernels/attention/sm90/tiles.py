@@ -1,4 +1,4 @@
-"""Shared by the attention kernels: ranges of visible tokens, the loop over tiles."""
+"""Shared by the attention kernels for Hopper: the loop over tiles."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,48 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.softmax import Steps, load_range, steps_of
 from pallas_kernels.attention.types import Range
-from pallas_kernels.core.wgmma import (
-  COMPILER_PARAMS,
-  Backend,
-  Ref,
-  broadcast_rows,
-  iota,
-  load_row_vector,
-  smem_tile,
-)
-
-
-class Steps(NamedTuple):
-  """Steps [begin, end) of a loop over tiles, of which [inside, outside) need no mask."""
-
-  begin: jax.Array
-  end: jax.Array
-  inside: jax.Array
-  outside: jax.Array
-
-
-def steps_of(bounds: Range, batch: jax.Array, start: jax.Array, rows: int, tile: int) -> Steps:
-  """The steps of the tokens [start, start + rows)."""
-  last = start + rows - 1
-  begin = lax.div(bounds.first[batch, start], tile)
-  end = lax.div(bounds.end[batch, last] + (tile - 1), tile)
-  inside = lax.div(bounds.first[batch, last] + (tile - 1), tile)
-  outside = lax.div(bounds.end[batch, start], tile)
-  return Steps(begin, jnp.maximum(begin, end), inside, outside)
-
-
-def visible(rows: Range, step: jax.Array, shape: tuple[int, int]) -> jax.Array:
-  """Which tokens of a step, along the columns, the tokens along the rows see."""
-  column = iota(shape, 1)
-  start = step * shape[1]
-  first, end = (broadcast_rows(x - start, shape) for x in rows)
-  return (column >= first) & (column < end)
-
-
-def load_range(bounds: Range, batch: jax.Array, start: jax.Array) -> Range:
-  """The ranges of the rows of a warpgroup, in registers."""
-  return Range(*(load_row_vector(x.at[batch, pl.ds(start, ROWS)]) for x in bounds))
+from pallas_kernels.core.wgmma import COMPILER_PARAMS, Backend, Ref, smem_tile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Softmax attention on every NVIDIA GPU since Ampere."""
