@@ -15,7 +15,7 @@ from train.config.checked import ConfigError
 
 ROOT = Path(__file__).parents[1]
 # Configs that a reader writes, as docs/quickstart.md, docs/pretrained.md and others show.
-WRITTEN = {"FILE", "mine.py", "finetune.py", "more.py", "chat.py"}
+WRITTEN = {"FILE", "mine.py", "finetune.py", "more.py", "chat.py", "pairs.py"}
 PARSERS = {"train": train._parser, "experiments": experiments.parser}
 
 

@@ -30,7 +30,7 @@ from train.logging.console import Console, eval_line
 from train.logging.metric_reader import MetricReader
 from train.logging.tracing import Tracer
 from train.loop import Moment
-from train.runs import bindings, run_folder
+from train.runs import bindings, reference, run_folder
 from train.runs.evaluation import Evaluation, Evaluator
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
@@ -104,6 +104,12 @@ def fit(
     checkpoints = stack.enter_context(Checkpoints(run.checkpoints, **how))
     compared = None if allow_config_change else inputs
     state, start, place = _begin(cfg, mesh, checkpoints, run, compared)
+    pairs = reference.pairs_of([windows, *evaluator.sources.values()])
+    if start:
+      distributed.on_all(lambda: reference.load(pairs, run.path))
+    elif pairs:
+      how = run.path, run.kernels, console.say
+      reference.compute(cfg, graph, mesh, state["params"], pairs, *how)
     run.write_config(cfg)
     if distributed.is_first():
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
@@ -341,7 +347,7 @@ def training_set(cfg: config.Train) -> TokenWindows | Mixture:
   opened = lambda names: TokenWindows(
     [f"{data.folder}/{name}" for name in names],
     *how,
-    whole=list(map(data.has_rows, names)),
+    whole=list(map(data.documents_of_rows, names)),
     packed=data.pack_rows,
   )
   if isinstance(data.train, dict):

@@ -81,6 +81,7 @@ class ChatTemplate:
     tools: Any = None,
     where: str = "messages",
     special_tokens: special.InText = "text",
+    first: int = 0,
   ) -> Turns:
     """The text of a conversation, and the replies in it, each with the token that ends it.
 
@@ -91,6 +92,7 @@ class ChatTemplate:
     Args:
       where: place of the messages, for errors.
       special_tokens: "text" rejects messages that spell out a special token, which would be one.
+      first: the number of the first message that may be a target.
 
     Raises:
       DataError: a message is none or has a special token, the template rejects them, or rewrites
@@ -107,7 +109,7 @@ class ChatTemplate:
           )
     text = self._render(given, tools, where)
     places = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages[first:], first):
       if message["role"] != "assistant" or message.get("weight", 1) == 0:
         continue
       before = self._render(given[:number], tools, where, reply=True)

@@ -210,7 +210,7 @@ def test_damaged_weights_are_rejected(weighted):
   ("changes", "message"),
   [
     ({"fields": {"x": ("a",)}}, "data.fields has 'x', which is in neither"),
-    ({"fields": {"chat": ("a", "b", "c")}}, r"data.fields.chat=\('a', 'b', 'c'\) has the key"),
+    ({"fields": {"chat": (*"abcd",)}}, r"data.fields.chat=\('a', 'b', 'c', 'd'\) has the key"),
     ({"fields": {}, "targets": {"chat": "completion"}}, "needs data.fields.chat with two keys"),
     ({"targets": {"chat": "first"}}, "data.targets.chat='first' is not a choice"),
   ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from lnssm_jax import pretrained
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports
@@ -22,6 +23,7 @@ from train.config.checked import ConfigError
 from train.config.schema import Data
 from train.data import IndexedDataset, load_tokenizer
 from train.data.tokenize import prepare, rows_of
+from train.runs.run_folder import RunFolder
 
 RECORDED = json.loads((GOLDEN / "chat.json").read_text())
 
@@ -157,8 +159,46 @@ def test_rows_of_messages_become_weighted_tokens(tmp_path, chat):
     Data(**given, fields={"chats": ("a", "b")})
 
 
+def test_rows_of_two_answers_to_messages_become_two_documents_of_one_target_each(tmp_path, chat):
+  chat(TEMPLATES["plain"])
+  given = {"folder": str(tmp_path / "data"), "tokenizer": str(tmp_path), "train": ("chats",)}
+  given |= {"sources": {"chats": str(tmp_path / "rows.jsonl")}, "targets": {"chats": "assistant"}}
+  data = Data(**given, fields={"chats": ("messages", "chosen", "rejected")})
+  write = lambda row: (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+  row = {"messages": TALKS["turns"][:3], "rejected": "no"}  # its second message is a reply, too
+  assert [x["role"] for x in row["messages"]] == ["user", "assistant", "user"]
+  row["chosen"] = [{"role": "assistant", "content": "yes"}]
+  write(row)
+  assert prepare(data)["chats"]["documents"] == 2 and data.has_pairs
+  template = ChatTemplate(load_tokenizer(str(tmp_path)))
+  dataset = IndexedDataset(tmp_path / "data" / "chats")
+  tokenizer, first = load_tokenizer(str(tmp_path)), 0
+  for number, answer in enumerate(("yes", "no")):
+    ids = dataset.sequence(number)
+    talk = [*row["messages"], {"role": "assistant", "content": answer}]
+    np.testing.assert_array_equal(ids, tokenizer.encode(template.turns(talk).text, "parse"))
+    weights = dataset.weights[first : first + len(ids)]
+    first += len(ids)
+    reply = tokenizer.encode(f"{answer}<|im_end|>", "parse")
+    np.testing.assert_array_equal(ids[weights == 1], reply)
+  for change, message in (
+    ({"chosen": 1}, 'line 1, "chosen": expected a text or messages, after a list in "messages"'),
+    ({"messages": "Hi"}, 'line 1, "chosen": expected a text or messages, after a list'),
+    ({"rejected": [HI]}, 'line 1, "rejected": there is no reply that counts'),
+    ({"rejected": [{"role": "assistant"}]}, 'line 1, "rejected": "content" of message 3 is None'),
+    ({"rejected": "<|im_end|>"}, r'line 1, "rejected": message 3 spells out the special token'),
+  ):
+    write(row | change)
+    with pytest.raises(DataError, match=message) as error:
+      prepare(data, force=True)
+    assert "\n" not in str(error.value)
+  write({"messages": [HI], "chosen": "a"})
+  with pytest.raises(DataError, match='expected an object with the key "rejected"'):
+    prepare(data, force=True)
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text()
-SMALL = ["seq_len=128", "global_batch=2", "steps=30", "eval_every=30", "checkpoint_every=30"]
+SMALL = ["seq_len=192", "global_batch=2", "steps=30", "eval_every=30", "checkpoint_every=30"]
 SMALL += ["compile_cache=None", "model.dtype=float32", "optimizer.lora_rank=2", "log_every=30"]
 SMALL += ["optimizer.peak_lr=3e-2"]
 
@@ -178,16 +218,21 @@ def of_qwen(folder, **sizes):
 def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch, capsys, chat):
   monkeypatch.chdir(tmp_path)
   of_qwen(tmp_path / "Qwen3.5-0.8B")
-  *blocks, config, last = blocks_of(PAGE)
+  *blocks, config, last, write_pairs, of_pairs = blocks_of(PAGE)
   program = {}
   for block in blocks:
     exec(compile(block, "docs/fine_tuning.md", "exec"), program)
   Path("chat.py").write_text(config)
-  (commands,) = re.findall(r"((?:^    lnssm-train .*\n)+)", PAGE, re.MULTILINE)
+  Path("pairs.py").write_text(of_pairs)
+  commands, of_preferences = re.findall(r"((?:^    lnssm-train .*\n)+)", PAGE, re.MULTILINE)
   small = [word for setting in SMALL for word in ("--set", setting)]
-  for line in commands.splitlines():
-    words = line.split()[1:]
-    assert main([*words, *(small if "--config" in words else [])]) == 0, capsys.readouterr().err
+
+  def run(commands):
+    for line in commands.splitlines():
+      words = line.split()[1:]
+      assert main([*words, *(small if "--config" in words else [])]) == 0, capsys.readouterr().err
+
+  run(commands)
   output = capsys.readouterr()
   assert "exportable  by --layout hf (qwen3_5_text)" in output.err + output.out
   exec(compile(last, "docs/fine_tuning.md", "exec"), program)
@@ -198,6 +243,11 @@ def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch,
     np.testing.assert_allclose(x, merged[name], rtol=1e-4, atol=1e-5, err_msg=name)
   changed = {name for name, x in tuned.items() if np.abs(x - base[name]).max() > 1e-3}
   assert len(changed) > 10 and all(name.endswith("kernel") for name in changed)
+  exec(compile(write_pairs, "docs/fine_tuning.md", "exec"), program)
+  run(of_preferences)
+  row = next(row for row in RunFolder("runs/pairs").read_rows() if row["kind"] == "train")
+  assert row["step"] == 30 and row["reward_accuracy"] == 1 and row["loss"] < 0.5
+  assert pretrained.load("preferred", max_length=64).model is not None
 
 
 @pytest.mark.slow
@@ -212,7 +262,7 @@ def test_dry_run_of_the_page_has_the_sizes_of_qwen3_5_0_8b(tmp_path, monkeypatch
   of_qwen(tmp_path / "Qwen3.5-0.8B", **sizes)
   config = tmp_path / "Qwen3.5-0.8B" / "config.json"
   config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-  Path("chat.py").write_text(blocks_of(PAGE)[-2])
+  Path("chat.py").write_text(blocks_of(PAGE)[-4])
   Path("chats.jsonl").write_text(json.dumps({"messages": TALKS["turns"]}))
   small = ["--set", "seq_len=512", "--set", "global_batch=1", "--set", "compile_cache=None"]
   assert main(["fit", "--config", "chat.py", "--dry-run", *small]) == 0

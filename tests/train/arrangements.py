@@ -52,8 +52,10 @@ def batches(cfg):
   tokens = rng.integers(0, cfg.model.vocab_size, shape).astype("int32")
   segments = np.cumsum(rng.random(tokens[..., 1:].shape) < 0.1, axis=-1).astype("int32")
   weights = (rng.random(segments.shape) < 0.8).astype("float32")
-  for t, s, w in zip(tokens, segments, weights, strict=True):
-    yield {"tokens": t[:, :-1], "targets": t[:, 1:], "segment_ids": s, "weights": w}
+  references = rng.uniform(4, 6, weights.shape).astype("float32")
+  for t, s, w, r in zip(tokens, segments, weights, references, strict=True):
+    batch = {"tokens": t[:, :-1], "targets": t[:, 1:], "segment_ids": s, "weights": w}
+    yield batch | ({"reference": r * w} if cfg.data.has_pairs else {})
 
 
 def step_of(cfg, mesh):

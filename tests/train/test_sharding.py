@@ -71,6 +71,15 @@ def test_sharding_dropout_same_masks(run):
 
 
 @pytest.mark.slow
+def test_sharding_pairs_of_answers_same_training(run):
+  """Also those that time shards cut: the loss of a pair needs the tokens of all shards."""
+  changes = {"data__fields": {"train": ("prompt", "chosen", "rejected")}, "model__num_layers": 2}
+  changes |= {"optimizer__logit_penalty": 0.0, "preference__label_smoothing": 0.1}
+  options = {"model__mixer": "lrn", "seq_len": 16, **changes, **TRAINING}
+  same_training(run("trained", "1", "4", "1x1x4", "2x1x2", "1x2x1x2", **options))
+
+
+@pytest.mark.slow
 def test_sharding_attention_dropout_same_masks(run):
   """Parameters and heads sharded too, and probabilities dropped."""
   changes = {"mixer": "softmax_attention", "mixer_options": {"attention_dropout": 0.3}}

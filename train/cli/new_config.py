@@ -46,7 +46,7 @@ def write(path: Path) -> Path:
   lines = [
     f'"""{about}"""',
     "",
-    "from train.config import Data, Mesh, Model, Optimizer, Sample, Train",
+    "from train.config import Data, Mesh, Model, Optimizer, Preference, Sample, Train",
     "",
     "",
     "def get_config() -> Train:",

@@ -15,7 +15,7 @@ from train.config.loading import from_dict, load, load_config, to_dict
 from train.config.optimizer import Optimizer
 from train.config.overrides import apply_overrides
 from train.config.published import exported_model, published_model
-from train.config.schema import Data, Mesh, Model, Sample, Train
+from train.config.schema import Data, Mesh, Model, Preference, Sample, Train
 
 __all__ = [
   "ConfigError",
@@ -23,6 +23,7 @@ __all__ = [
   "Mesh",
   "Model",
   "Optimizer",
+  "Preference",
   "Sample",
   "Train",
   "apply_overrides",

@@ -69,7 +69,9 @@ class Data:
   its completion; without it a row has "text". `targets` maps a set to the tokens that the loss
   counts: "all" (of a text, without it), "completion" (of prompts, without it), "last", the last
   token of each row, or "assistant": the rows have "messages", of which the chat template next to
-  the tokenizer makes the text, and the replies count, but those with `"weight": 0`.
+  the tokenizer makes the text, and the replies count, but those with `"weight": 0`. Three keys are
+  those of a prompt, or with "assistant" of messages, and of the answers that were chosen and
+  rejected: `preference` has their loss.
 
   At a document boundary `boundaries="reset"` resets the state, and the target across it does not
   count; "ignore" does neither. `order` is "windows", of which each occurs once per epoch, or
@@ -154,22 +156,39 @@ class Data:
         )
     for name, keys in self.fields.items():
       check(
-        len(keys) in (1, 2) and all(keys),
-        f"data.fields.{name}={keys} has the key of a text, such as ('text',), or those of a prompt"
-        " and its completion.",
+        len(keys) in (1, 2, 3) and all(keys),
+        f"data.fields.{name}={keys} has the key of a text, such as ('text',), those of a prompt and"
+        " its completion, or those of a prompt, the chosen answer and the rejected one.",
       )
+    pairs = [name for name in self.train if self.documents_of_rows(name) == 2]
+    check(
+      len(pairs) in (0, len(self.train)),
+      f"data.train={tuple(self.train)} has pairs of answers in {', '.join(pairs)} only, but a run"
+      " has one loss; give three data.fields for each set, or for none.",
+    )
+    pairs += [name for name in self.validation if self.documents_of_rows(name) == 2]
+    check(
+      not pairs or self.weighting != "documents",
+      f"data.weighting='documents' has no loss of pairs, which are in {', '.join(pairs)}; use"
+      " 'tokens' or 'crops'.",
+    )
     if self.stream:
       self._check_stream()
     for name, which in self.targets.items():
       check(
-        which != "assistant" or len(self.fields.get(name, ("messages",))) == 1,
+        which != "assistant" or len(self.fields.get(name, ("messages",))) != 2,
         f"data.targets.{name}='assistant' needs one key in data.fields.{name}, that of the"
-        " messages.",
+        " messages, or three, with those of two answers.",
       )
       check(
-        which != "completion" or len(self.fields.get(name, ())) == 2,
+        which != "completion" or len(self.fields.get(name, ())) >= 2,
         f"data.targets.{name}='completion' needs data.fields.{name} with two keys, those of a"
         " prompt and its completion.",
+      )
+      check(
+        which in ("completion", "assistant") or len(self.fields.get(name, ())) < 3,
+        f"data.targets.{name}={which!r} does not go with the two answers of data.fields.{name}; use"
+        " 'completion' or 'assistant'.",
       )
 
   def _check_stream(self) -> None:
@@ -192,8 +211,18 @@ class Data:
     return tuple(dict.fromkeys((*(() if self.stream else self.train), *self.validation)))
 
   def has_rows(self, name: str) -> bool:
-    """Whether a set has rows of a prompt and its completion, which windows hold whole."""
-    return len(self.fields.get(name, ())) == 2 or self.targets.get(name, "all") != "all"
+    """Whether a set has rows of prompts or messages, which windows hold whole."""
+    return self.documents_of_rows(name) > 0
+
+  def documents_of_rows(self, name: str) -> int:
+    """The documents of each row of a set: 2 of a pair of answers; 0 if it has no such rows."""
+    keys = len(self.fields.get(name, ()))
+    return 2 if keys == 3 else int(keys == 2 or self.targets.get(name, "all") != "all")
+
+  @property
+  def has_pairs(self) -> bool:
+    """Whether the training sets have pairs of answers."""
+    return any(self.documents_of_rows(name) == 2 for name in self.train)
 
   @property
   def least_vocab_size(self) -> int | None:
@@ -208,6 +237,26 @@ class Data:
       f"data.tokenizer={self.tokenizer!r} has no vocabulary size; write for example 'bpe:4096'.",
     )
     return int(size)
+
+
+@settings
+class Preference:
+  """The loss of sets whose rows have two answers, DPO (Rafailov et al. 2023), a mean over pairs.
+
+  With u = beta (r(chosen) - r(rejected)), where r(y) is the log-probability of an answer minus that
+  under the model before the first step, a pair's loss is
+  -(1 - label_smoothing) log sigmoid(u) - label_smoothing log sigmoid(-u).
+  """
+
+  beta: float = 0.1  # how strongly the model is kept near the one before the first step
+  label_smoothing: float = 0.0  # probability that a pair is labeled the wrong way round
+
+  def __post_init__(self):
+    check(self.beta > 0, f"preference.beta={self.beta} must be positive; 0.1 is usual.")
+    check(
+      0 <= self.label_smoothing < 0.5,
+      f"preference.label_smoothing={self.label_smoothing} must be in [0, 0.5).",
+    )
 
 
 @settings
@@ -265,6 +314,7 @@ class Train:
   model: Model
   optimizer: Optimizer
   data: Data
+  preference: Preference = dataclasses.field(default_factory=Preference)
   mesh: Mesh = dataclasses.field(default_factory=Mesh)
   run_dir: str  # folder that the run writes into
   steps: int  # updates of the parameters
@@ -341,6 +391,11 @@ class Train:
       rank is None or dtype == "float32",
       f"optimizer.lora_rank={rank} adds small numbers to model.param_dtype={dtype!r}, which would"
       " lose them; use model.param_dtype='float32'.",
+    )
+    check(
+      not self.data.has_pairs or not (self.optimizer.z_loss or self.optimizer.logit_penalty),
+      f"optimizer.z_loss={self.optimizer.z_loss} and optimizer.logit_penalty="
+      f"{self.optimizer.logit_penalty} are no part of the loss of pairs (data.fields); use 0.",
     )
     warmup = self.optimizer.warmup_steps
     check(

@@ -1,5 +1,6 @@
 """Which tokens of a document are targets of the loss, and how it is encoded."""
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ Targets = Literal["all", "completion", "last", "assistant"]
 class Rows(NamedTuple):
   """The keys of a row of JSON, how it is encoded, and which of its tokens are targets."""
 
-  # Of the text, of a prompt and its completion, or of messages.
+  # Of the text, of a prompt and its completion, of messages; or also of two answers to these.
   fields: tuple[str, ...] = TEXT_FIELDS
   targets: Targets | None = None  # None: the completion, or all of a text
   special_tokens: InText = "text"  # spelled out in a text: one token each, or ordinary text
@@ -44,19 +45,35 @@ class Rows(NamedTuple):
     return ChatTemplate(tokenizer) if self.of_loss == "assistant" else None
 
   def chat(self, tokenizer: Tokenizer) -> Chat | None:
-    """The function that makes a document of such a row, for `sources.read_inputs`."""
-    template, (key, *_) = self.template(tokenizer), self.fields
+    """The function that makes documents of such a row, for `sources.read_inputs`.
+
+    Of two answers, each a text or messages, each is a document after the messages before it, none
+    of which is a target.
+    """
+    template, (key, *answers) = self.template(tokenizer), self.fields
     if template is None:
       return None
 
-    def document(row: Any, where: str) -> Document:
-      if not isinstance(row, dict) or key not in row:
-        raise DataError(f'{where}: expected an object with the key "{key}", a list of messages.')
+    def documents(row: Any, where: str) -> Iterator[Document]:
+      for name in self.fields:
+        if not isinstance(row, dict) or name not in row:
+          raise DataError(f'{where}: expected an object with the key "{name}", a list of messages.')
       how: Any = {"tools": row.get("tools"), "special_tokens": self.special_tokens}
-      text, places = template.turns(row[key], where=where, **how)
-      return Document(text, places=places)
+      if not answers:
+        text, places = template.turns(row[key], where=where, **how)
+        yield Document(text, places=places)
+      for name in answers:
+        place, reply = f'{where}, "{name}"', row[name]
+        if isinstance(reply, str):
+          reply = [{"role": "assistant", "content": reply}]
+        if not all(isinstance(x, list) for x in (row[key], reply)):
+          raise DataError(f'{place}: expected a text or messages, after a list in "{key}".')
+        text, places = template.turns(row[key] + reply, where=place, first=len(row[key]), **how)
+        if not places:
+          raise DataError(f"{place}: there is no reply that counts, but a pair has two answers.")
+        yield Document(text, places=places)
 
-    return document
+    return documents
 
 
 TEXT_ROWS = Rows()

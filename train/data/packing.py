@@ -8,23 +8,35 @@ import numpy as np
 from train.data.errors import DataError
 
 
-def rows(prefix: str, sizes: np.ndarray, seq_len: int, packed: bool) -> list[list[int]]:
-  """The numbers of the rows, of so many tokens, of each window; shorter ones than 2 are left out.
+def rows(
+  prefix: str, sizes: np.ndarray, seq_len: int, packed: bool, documents: int = 1
+) -> list[list[int]]:
+  """The numbers of the rows of each window; those without a token after another are left out.
 
-  Not `packed` each has a window of its own.
+  Args:
+    sizes: tokens of each document.
+    packed: whether several rows may share a window.
+    documents: of each row.
 
   Raises:
-    DataError: a row does not fit, or there is none.
+    DataError: a row does not fit, there is none, or a part of one.
   """
-  targets = np.asarray(sizes) - 1
+  if len(sizes) % documents:
+    raise DataError(
+      f"{prefix}.bin has {len(sizes):,} documents, but rows of {documents} each (data.fields); use"
+      " token files that were made with these fields."
+    )
+  targets = (np.asarray(sizes) - 1).reshape(-1, documents).sum(1)
   longest = int(targets.max(initial=0))
   if longest <= 0:
     raise DataError(f"{prefix}.bin has no row of two tokens; use rows of a prompt and its answer.")
   if longest > seq_len:
+    most = seq_len + documents
+    plus = {1: "", 2: ", both answers together"}[documents]
     raise DataError(
       f"{prefix}.bin: {int(np.sum(targets > seq_len)):,} of {len(targets):,} rows have more than"
-      f" seq_len + 1 = {seq_len + 1:,} tokens, the longest {longest + 1:,}, and rows are not cut;"
-      f" use seq_len={longest} or more, or leave them out."
+      f" seq_len + {documents} = {most:,} tokens{plus}, the longest {longest + documents:,}, and"
+      f" rows are not cut; use seq_len={longest} or more, or leave them out."
     )
   numbers = np.flatnonzero(targets > 0)
   if not packed:

@@ -78,7 +78,8 @@ def origin_of(
     special |= {"before": list(added.before), "after": list(added.after)}
   if special:
     found["special_tokens"] = special
-  if len(rows.fields) > 1 and not (tokenizer and tokenizer.spec == "bytes"):
+  by_bytes = tokenizer is not None and tokenizer.spec == "bytes"
+  if len(rows.fields) > 1 and rows.of_loss != "assistant" and not by_bytes:
     found["completions"] = "whole"
   return found
 

@@ -21,7 +21,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,8 +62,8 @@ class Document(NamedTuple):
   places: tuple[tuple[int, int], ...] | None = None  # of a conversation
 
 
-# (the text and places of a row that has messages; its place for errors)
-type Chat = Callable[[Any, str], Document]
+# (a row that has messages; its place for errors) -> its document, or those of both answers
+type Chat = Callable[[Any, str], Iterable[Document]]
 
 
 def find_inputs(source: str) -> list[Input]:
@@ -134,9 +134,10 @@ def read_inputs(
   """As `read_documents`, with prompts, for the files that `find_inputs` returned.
 
   Args:
-    fields: keys of a row: that of the text, or those of a prompt and its completion. A row whose
-      text, or completion, is empty is skipped.
-    chat: makes the document of a row of messages; one without a reply is skipped.
+    fields: keys of a row: that of the text, those of a prompt and its completion, or those of a
+      prompt and two answers, each of which makes a document. A row whose text, or completion, is
+      empty is skipped; an empty answer of two is an error.
+    chat: makes the documents of a row of messages; one without a reply is skipped.
   """
   for path, named in inputs:
     if not has_rows(path) and (len(fields) > 1 or chat is not None):
@@ -226,10 +227,16 @@ def _rows(path: Path, fields: Sequence[str], chat: Chat | None) -> Iterator[Docu
   """Yields the documents of a file of rows."""
   for where, row in read_rows(path, None if chat else fields, strict=False):
     if chat is not None:
-      yield chat(row, where)
+      yield from chat(row, where)
       continue
-    texts = [text_in(row, where, key) for key in fields]
-    yield Document("".join(texts), len("".join(texts[:-1])))
+    *prompt, text = (text_in(row, where, key) for key in fields[:2])
+    before = "".join(prompt)
+    answers = [text, *(text_in(row, where, key) for key in fields[2:])]
+    for key, answer in zip(fields[1:], answers, strict=False) if len(answers) > 1 else ():
+      if not answer:
+        raise DataError(f'{where}: "{key}" is empty, but a pair has two answers; remove the row.')
+    for answer in answers:
+      yield Document(before + answer, len(before))
 
 
 def read_rows(

@@ -39,7 +39,9 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
   Tokens after the last full window of a dataset are dropped.
 
   Windows of a dataset that is `whole` have whole documents, as many as fit (`packing.best_fit`);
-  the rest of a window is padding, a document of weight 0. So no prompt is cut from its completion.
+  the rest of a window is padding, a document of weight 0. So no prompt is cut from its completion,
+  and no answer from the other one of its row, where a row has two documents. With a `reference`
+  (`train.step.preference`), windows have its rows as one more entry.
 
   Args:
     prefixes: paths of the pairs, without `.bin` and `.idx`.
@@ -47,7 +49,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     vocab_size: of the model; every id in the files must be smaller.
     boundaries: "reset", or "ignore": all of a window is one document, and every target counts.
       Documents of `whole` datasets are apart in any case.
-    whole: of each dataset.
+    whole: the documents of each row of each dataset; 0: it is not whole.
     packed: whether a window of a `whole` dataset has several documents, or one.
 
   Raises:
@@ -61,7 +63,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     seq_len: int,
     vocab_size: int,
     boundaries: Literal["reset", "ignore"] = "reset",
-    whole: Sequence[bool] = (),
+    whole: Sequence[int] = (),
     packed: bool = True,
   ):
     if isinstance(prefixes, str | Path):
@@ -75,11 +77,13 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     self.seq_len, self.vocab_size, self._apart = seq_len, vocab_size, boundaries == "reset"
     self._datasets = [IndexedDataset(prefix) for prefix in prefixes]
     self._bounds = [np.append(data.document_starts, data.num_tokens) for data in self._datasets]
+    self._whole = [int(x) for x in whole or [0] * len(prefixes)]
+    self.reference: np.ndarray | None = None
     self._packs = [
-      packing.rows(dataset.prefix, np.diff(bounds), seq_len, packed) if is_whole else None
-      for dataset, bounds, is_whole in zip(
-        self._datasets, self._bounds, whole or [False] * len(prefixes), strict=True
-      )
+      packing.rows(dataset.prefix, np.diff(bounds), seq_len, packed, documents)
+      if documents
+      else None
+      for dataset, bounds, documents in zip(self._datasets, self._bounds, self._whole, strict=True)
     ]
     counts = []
     for dataset, pack in zip(self._datasets, self._packs, strict=True):
@@ -100,6 +104,21 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     return self.crop(which, (int(i) - int(self._first[which])) * self.seq_len)
 
   @property
+  def has_pairs(self) -> bool:
+    """Whether its rows are pairs of answers."""
+    return 2 in self._whole
+
+  @property
+  def fingerprint(self) -> str:
+    """Digest of the content of all windows: by the checksums of the files, if they have any."""
+    digest = hashlib.sha256(repr((self.seq_len, self._whole, len(self))).encode())
+    for dataset, bounds in zip(self._datasets, self._bounds, strict=True):
+      arrays = [bounds, *(x.checksums for x in (dataset.tokens, dataset.weights) if x is not None)]
+      for array in arrays:
+        digest.update(np.ascontiguousarray(() if array is None else array).data)
+    return digest.hexdigest()
+
+  @property
   def places(self) -> list[int]:
     """For each dataset, the number of tokens where a window starts, or of all that windows hold."""
     pairs, T = zip(self._datasets, self._packs, strict=True), self.seq_len
@@ -109,8 +128,12 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     """The window that starts at a token of a dataset; that has it, if the dataset is whole."""
     dataset, T, pack = self._datasets[which], self.seq_len, self._packs[which]
     if pack is not None:
-      bounds, members = self._bounds[which], pack[start // T]
-      return packing.window((self._document(dataset, *bounds[n : n + 2]) for n in members), T)
+      bounds, number, documents = self._bounds[which], start // T, self._whole[which]
+      members = (n * documents + i for n in pack[number] for i in range(documents))
+      window = packing.window((self._document(dataset, *bounds[n : n + 2]) for n in members), T)
+      if self.reference is not None:
+        window["reference"] = self.reference[int(self._first[which]) + number]
+      return window
     ids = dataset.tokens[start : start + T + 1]
     check_ids(ids, self.vocab_size, dataset.prefix + ".bin", start)
     starts = self._bounds[which][:-1] if self._apart else np.zeros(1, int)
@@ -203,7 +226,7 @@ class RandomCrops(grain.sources.RandomAccessDataSource):
   """
 
   def __init__(self, windows: TokenWindows, seed: int):
-    self._windows, self._key = windows, seed
+    self.windows, self._key = windows, seed
     self._first = np.cumsum([0, *windows.places])  # index of each dataset's first place
 
   def __len__(self) -> int:
@@ -215,7 +238,7 @@ class RandomCrops(grain.sources.RandomAccessDataSource):
     bits = int(np.random.Philox(key=self._key, counter=int(i) << 64).random_raw())
     place = bits * int(self._first[-1]) >> 64
     which = int(np.searchsorted(self._first, place, "right")) - 1
-    return self._windows.crop(which, place - int(self._first[which]))
+    return self.windows.crop(which, place - int(self._first[which]))
 
 
 class Documents(grain.sources.RandomAccessDataSource):

@@ -34,6 +34,7 @@ class Console:
 def train_line(row: Row, steps: int, seconds_left: float) -> str:
   """Progress line of a training row of metrics.jsonl."""
   bits = f"  {row['bits_per_byte']:.3f} bits/byte" if row["bits_per_byte"] is not None else ""
+  preferred = _preferred(row)
   aux = f"  aux {row['aux_loss']:.4f}" if "aux_loss" in row else ""
   mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
   slow = f"  waiting for data {row['data_wait']:.0%}" if row["data_wait"] >= 0.1 else ""
@@ -41,7 +42,7 @@ def train_line(row: Row, steps: int, seconds_left: float) -> str:
   peak = row["peak_memory"]
   memory = f"  {peak / 2**30:.1f} GiB" if peak is not None else ""
   return (
-    f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}{aux}"
+    f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}{bits}{preferred}{aux}"
     f"  {short(row['tokens_per_second'])} tokens/s{mfu}{memory}  lr {row['learning_rate']:.2e}"
     f"{slow}{skipped}  eta {duration(seconds_left)}"
   )
@@ -51,7 +52,15 @@ def eval_line(row: Row) -> str:
   """Line for the evaluation of one set."""
   bits = f"  {row['bits_per_byte']:.4f} bits/byte" if row["bits_per_byte"] is not None else ""
   average = f"  of the average {row['ema_val_loss']:.4f}" if "ema_val_loss" in row else ""
-  return f"step {row['step']}  {row['set']}: val_loss {row['val_loss']:.4f}{bits}{average}"
+  loss = f"val_loss {row['val_loss']:.4f}{bits}{_preferred(row)}{average}"
+  return f"step {row['step']}  {row['set']}: {loss}"
+
+
+def _preferred(row: Row) -> str:
+  """The measures of a row for pairs of answers, if it has them."""
+  if "reward_margin" not in row:
+    return ""
+  return f"  margin {row['reward_margin']:.3f}  {row['reward_accuracy']:.0%} preferred"
 
 
 def short(number: float) -> str:

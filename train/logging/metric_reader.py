@@ -76,7 +76,7 @@ class MetricReader(Callback):
   def _read(self, step: int, metrics: dict[str, Any], finished: float | None) -> None:
     values = jax.device_get(metrics)
     self.votes = tuple(bool(vote) for vote in values.pop("votes", self.votes))
-    aux = values.pop("aux", None)
+    aux, measures = values.pop("aux", None), values.pop("measures", {})
     values = {name: float(value) for name, value in values.items()}
     self._clock.tick(finished or time.perf_counter())
     if values["skipped"]:
@@ -108,6 +108,7 @@ class MetricReader(Callback):
       "data_wait": wait,
       "peak_memory": _peak_memory(self._devices),
     }
+    row |= {name: float(value) for name, value in measures.items()}
     if aux is not None:
       row |= aux_columns(aux)
     self._run.append([row])

@@ -16,7 +16,7 @@ from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.data.tokenize import prepare
 from train.data.windows import Documents, RandomCrops, TokenWindows, eval_batches
 from train.loop import Callback, Moment
-from train.runs import bindings, loading
+from train.runs import bindings, loading, reference
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder, of_step
 from train.step.model import model_graph
@@ -43,17 +43,23 @@ def run(cfg: config.Train, *, ema: bool = False) -> list[Row]:
   bindings.check_before_preparing(metadata, cfg.data)
   prepare(cfg.data, progress=True)
   bindings.checked_tokenizer(metadata, cfg.data)
-  return Evaluator(cfg, model_graph(cfg.model), mesh)(step, params)
+  evaluator = Evaluator(cfg, model_graph(cfg.model), mesh)
+  reference.load(reference.pairs_of(evaluator.sources.values()), Path(cfg.run_dir))
+  return evaluator(step, params)
 
 
 class Evaluator:
-  """The validation sets of a run, opened and checked, with the jitted evaluation step."""
+  """The validation sets of a run, opened and checked, with the jitted evaluation step.
+
+  Attributes:
+    sources: the sets by name; those of pairs need their references first.
+  """
 
   def __init__(self, cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None):
     self._cfg, self._mesh = cfg, mesh
     step = make_eval_step(cfg, graph, mesh, kernels)
     self._step = compile_cache.found_by_trace(step, mesh, config.to_dict(cfg))
-    self._sources = open_sets(cfg)
+    self.sources = open_sets(cfg)
 
   def __call__(
     self,
@@ -69,10 +75,11 @@ class Evaluator:
     val_loss is in nats per predicted token, with `data.weighting="documents"` the mean of the
     documents' means, where `documents` is their number. bits_per_byte is None for such a mean, for
     a set without byte counts, and where not all tokens are targets; `tokens` is the sum of weights,
-    the number of predicted tokens.
+    the number of predicted tokens. Of a set of pairs it is in nats per pair, `pairs` is their
+    number, and the row has the means of the measures of `train.step.preference`.
     """
     rows, said = [], time.monotonic()
-    for name, source in self._sources.items():
+    for name, source in self.sources.items():
       sums = []  # stay on the device until the end of the set
       count = count_of(self._cfg, source)
       size = self._cfg.global_batch // self._cfg.accumulate
@@ -88,7 +95,11 @@ class Evaluator:
         sums.append(self._step(params, batch))
       sums = jax.device_get(sums)
       nats, weight = (math.fsum(float(getattr(s, k)) for s in sums) for k in ("nats", "weight"))
-      rows.append(row_of(self._cfg, name, source, step, nats, weight))
+      row = row_of(self._cfg, name, source, step, nats, weight)
+      if measured := [s.measures for s in sums if s.measures]:
+        of = {key: math.fsum(float(x[key]) for x in measured) / weight for key in measured[0]}
+        row |= {"pairs": row.pop("tokens"), **of}
+      rows.append(row)
     return rows
 
   def of_state(self, step: int, state: State, **options: Any) -> list[Row]:
@@ -159,7 +170,7 @@ def open_sets(cfg: config.Train) -> dict[str, Source]:
     length = data.document_length or length
     return {name: Documents(prefix, length, size) for name, prefix in prefixes.items()}
   windows = {
-    name: TokenWindows(prefix, length, size, data.boundaries, [data.has_rows(name)])
+    name: TokenWindows(prefix, length, size, data.boundaries, [data.documents_of_rows(name)])
     for name, prefix in prefixes.items()
   }
   if data.weighting == "crops":

@@ -24,15 +24,16 @@ class LossSums(NamedTuple):
   nats: jax.Array  # float32 scalar: sum of weight * negative log-likelihood
   weight: jax.Array  # float32 scalar: sum of weights; nats / weight is the mean loss
   penalty: jax.Array  # float32 scalar: sum of weight * penalties of the logits
+  measures: dict[str, jax.Array] | None = None  # sums of weight * value, reported by name
 
 
 class _Static(NamedTuple):
   steps: int  # time steps per chunk
-  logit_penalty: float
-  z_loss: float
   soft_cap: float | None
   vocab_axis: str | None
   implementation: ty.Implementation | None
+  logit_penalty: float = 0.0
+  z_loss: float = 0.0
 
 
 def next_token_loss(
@@ -77,6 +78,58 @@ def next_token_loss(
     ValueError: if the shapes do not agree, targets are no integers, or `chunk < 1`.
     NotImplementedError: the named implementation does not support these arguments.
   """
+  with jax.named_scope("next_token_loss"):
+    static, arrays = _checked(
+      hidden,
+      head,
+      targets,
+      weights,
+      chunk=chunk,
+      logit_penalty=float(logit_penalty),
+      z_loss=float(z_loss),
+      soft_cap=soft_cap,
+      vocab_axis=vocab_axis,
+      implementation=implementation,
+    )
+    nats, penalty = _chunked_sums(static, *arrays)
+    return LossSums(nats, arrays[-1].sum(), jax.lax.stop_gradient(penalty))
+
+
+def next_token_nats(
+  hidden: jax.Array,  # [B, T, D]
+  head: jax.Array,  # [D, vocab]
+  targets: jax.Array,  # [B, T] integer
+  weights: jax.Array,  # [B, T] float32
+  *,
+  chunk: int | None = None,
+  soft_cap: float | None = None,
+  vocab_axis: str | None = None,
+  implementation: ty.Implementation | None = None,
+) -> jax.Array:
+  """Weighted negative log-likelihood of each target, float32 [B, T], for losses of sequences.
+
+  As `next_token_loss`, which sums them, but the backward pass computes the logits again, because
+  the cotangent of each token may depend on all of them.
+
+  Raises:
+    ValueError, NotImplementedError: as `next_token_loss`.
+  """
+  with jax.named_scope("next_token_loss"):
+    static, arrays = _checked(
+      hidden,
+      head,
+      targets,
+      weights,
+      chunk=chunk,
+      soft_cap=soft_cap,
+      vocab_axis=vocab_axis,
+      implementation=implementation,
+    )
+    return _chunked_nats(static, *arrays)
+
+
+def _checked(hidden, head, targets, weights, *, chunk, **options):
+  """The static arguments of the chunked functions, and their arrays."""
   if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[2] != head.shape[0]:
     raise ValueError(
       f"hidden has shape {hidden.shape} and head {head.shape}; they must be [B, T, D] and "
@@ -94,14 +147,8 @@ def next_token_loss(
       f"chunk={chunk} must be at least 1 (positions whose logits are in memory at once)."
     )
   weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
-  steps = max(1, chunk // hidden.shape[0])
-  with jax.named_scope("next_token_loss"):
-    arrays = vary_alike((hidden, head, targets, weights))
-    static = _Static(
-      steps, float(logit_penalty), float(z_loss), soft_cap, vocab_axis, implementation
-    )
-    nats, penalty = _chunked_sums(static, *arrays)
-  return LossSums(nats, weights.sum(), jax.lax.stop_gradient(penalty))
+  static = _Static(max(1, chunk // hidden.shape[0]), **options)
+  return static, vary_alike((hidden, head, targets, weights))
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
@@ -119,7 +166,6 @@ def _chunked_sums(static, hidden, head, targets, weights):
 
 
 def _forward(static, hidden, head, targets, weights):
-  T, D = hidden.shape[1:]
   matrix = _aligned(head.astype(hidden.dtype))
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -134,8 +180,8 @@ def _forward(static, hidden, head, targets, weights):
   chunks = [_split_time(x, static.steps) for x in (hidden, targets, weights)]
   _, *start = vary_alike((matrix, zero, zero, jnp.zeros(matrix.shape, jnp.float32)))
   (nats, penalty, d_head), d_hidden = jax.lax.scan(body, tuple(start), chunks)
-  d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden.shape[0], -1, D)[:, :T]
-  return (nats, penalty), (d_hidden, d_head[:, : head.shape[1]].astype(head.dtype))
+  d_head = d_head[:, : head.shape[1]].astype(head.dtype)
+  return (nats, penalty), (_joined_time(d_hidden, hidden.shape[1]), d_head)
 
 
 def _backward(static, gradients, cotangents):
@@ -146,6 +192,29 @@ def _backward(static, gradients, cotangents):
 
 
 _chunked_sums.defvjp(_forward, _backward)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(0,))
+def _chunked_nats(static, hidden, head, targets, weights):
+  matrix = _aligned(head.astype(hidden.dtype))
+
+  def body(_, xs):
+    return None, _terms(static, head.shape[1], matrix, *xs, gradient=False)[1].nats
+
+  chunks = [_split_time(x, static.steps) for x in (hidden, targets, weights)]
+  return _joined_time(jax.lax.scan(body, None, chunks)[1], hidden.shape[1])
+
+
+def _nats_forward(static, *arrays):
+  return _chunked_nats(static, *arrays), arrays
+
+
+def _nats_backward(static, arrays, cotangent):
+  hidden, head, targets, weights = arrays
+  return *_forward(static, hidden, head, targets, weights * cotangent)[1], None, None
+
+
+_chunked_nats.defvjp(_nats_forward, _nats_backward)
 
 
 def _aligned(head):
@@ -191,3 +260,9 @@ def _split_time(x, steps):
   C = -(-T // chunks)  # chunks of equal length need the least padding
   x = jnp.pad(x, ((0, 0), (0, chunks * C - T)) + ((0, 0),) * (x.ndim - 2))
   return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
+
+
+def _joined_time(chunks, T):
+  """[chunks, B, C, ...] -> [B, T, ...], without the padding of `_split_time`."""
+  joined = jnp.moveaxis(chunks, 0, 1)
+  return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :T]

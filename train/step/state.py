@@ -40,7 +40,8 @@ def abstract_batch(cfg: config.Train, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
   shape, where = (cfg.global_batch, cfg.seq_len), device_mesh.batch_sharding(mesh)
   describe = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
   batch = {name: describe(jnp.int32) for name in ("tokens", "targets", "segment_ids")}
-  return batch | {"weights": describe(jnp.float32)}
+  floats = ("weights", "reference") if cfg.data.has_pairs else ("weights",)
+  return batch | {name: describe(jnp.float32) for name in floats}
 
 
 def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> State:

@@ -64,7 +64,8 @@ def step(
   Metrics are float32 scalars: `loss` (per weight, before the step), `grad_norm` (before clipping),
   `param_norm` (after the step), `learning_rate`, `tokens` (the weight), and `skipped` (1 if the
   update was rejected). `aux` is a list of the auxiliary outputs by layer, divided by the weight, if
-  there are any (None for a layer without).
+  there are any (None for a layer without); `measures` are those of the loss, if there are any, also
+  divided by the weight.
 
   Args:
     scale: multiplies the updates of the parameters.
@@ -82,10 +83,10 @@ def step(
   gradients, (sums, aux) = _accumulate(
     functools.partial(gradient_sums, params), batch, rules.accumulate
   )
-  mean_loss = sums.nats
+  mean_loss, measures = sums.nats, sums.measures
   if not rules.of_mean:
     weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
-    gradients, aux = jax.tree.map(lambda g: g / weight, (gradients, aux))
+    gradients, aux, measures = jax.tree.map(lambda g: g / weight, (gradients, aux, sums.measures))
     if rules.shardings is not None:
       gradients = jax.lax.with_sharding_constraint(gradients, rules.shardings)
     # Fused with the sums of squares, the stacking of the layers' gradients and the update of Adam
@@ -115,6 +116,8 @@ def step(
   }
   if jax.tree.leaves(aux):
     metrics["aux"] = layers.apart(aux, rules.num_layers)
+  if measures:
+    metrics["measures"] = measures
   state = state | {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
   if rules.ema_decay is not None:
     averaged = update_ema(state["ema"], params, rules.ema_decay)

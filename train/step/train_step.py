@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,13 +15,15 @@ from lnssm_jax import sharding
 from lnssm_jax.ops.core.dropout import row_keys
 from train import config
 from train.cluster import compile_cache, device_mesh
-from train.step.loss import LossSums, next_token_loss
+from train.step.loss import next_token_loss, next_token_nats
 from train.step.model import model_graph
 from train.step.optimizer import make_schedule, penalties_of
+from train.step.preference import preference_loss
 from train.step.state import abstract_state
 from train.step.step import Rules, step
 
 # tokens, targets, segment_ids int32 [B, T]; weights float32 [B, T]; dropout uint32 [B, 2] keys.
+# Of pairs of answers also reference float32 [B, T]: `train.step.preference` is their loss.
 Batch = dict[str, jax.Array]
 
 _DROPOUT = 1 << 31  # the keys of parameters have small numbers
@@ -35,7 +38,8 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
   """Builds the jitted step `(state, batch) -> (state, metrics)`, which donates the old state.
 
-  Metrics are those of `train.step.step.step`, with the loss in nats per predicted token. If the
+  Metrics are those of `train.step.step.step`, with the loss in nats per predicted token, or per
+  pair of answers, if the batch has a `reference`. If the
   batch has `votes` (`distributed.ballot`), they hold their maximum over all devices. The losses of
   auxiliary outputs count for the tokens of their microbatch each.
 
@@ -87,7 +91,7 @@ def make_eval_step(
   cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None
 ) -> jax.stages.Wrapped:
   """Builds the jitted `(params, batch) -> LossSums`; `kernels` as in `make_train_step`."""
-  loss_sums = _make_loss_sums(cfg, graph, mesh, with_aux=False)
+  loss_sums = _make_loss_sums(cfg, graph, mesh)
 
   def step(params, batch):
     return loss_sums(params, batch, {})[0]
@@ -96,13 +100,24 @@ def make_eval_step(
   return jax.jit(step, out_shardings=device_mesh.replicated(mesh), compiler_options=options)
 
 
+def make_reference_step(
+  cfg: config.Train, graph: Any, mesh: Mesh, kernels: Path | None = None
+) -> jax.stages.Wrapped:
+  """Builds the jitted `(params, batch) -> reference` of a batch of pairs, float32 [B, T]."""
+  nats = _make_loss_sums(cfg, graph, mesh, of_tokens=True)
+  options = compile_cache.options(mesh, kernels)
+  whole = device_mesh.replicated(mesh)  # each process keeps all
+  return jax.jit(nats, out_shardings=whole, compiler_options=options)
+
+
 def _make_loss_sums(
-  cfg: config.Train, graph: Any, mesh: Mesh, *, with_aux: bool
-) -> Callable[..., tuple[LossSums, Any]]:
+  cfg: config.Train, graph: Any, mesh: Mesh, *, with_aux: bool = False, of_tokens: bool = False
+) -> Callable[..., Any]:
   """Builds `(params, batch, penalties) -> (LossSums, aux)` over a global batch on `mesh`.
 
   `aux` is the auxiliary output of the layers times the sum of weights, so that it adds up over
-  devices and microbatches as the loss does; None without `with_aux`.
+  devices and microbatches as the loss does; None without `with_aux`. With `of_tokens` it is
+  `(params, batch) -> [B, T]`, the weighted negative log-likelihood of each target.
   """
   axes = device_mesh.mapped_axes(mesh)
   if mesh.shape["sequence"] > 1:
@@ -113,46 +128,53 @@ def _make_loss_sums(
   elif mesh.shape["fsdp"] > 1:
     gather = functools.partial(sharding.gather, axis_name="fsdp")
 
-  def sums(params, batch, penalties):
+  def sums(params, batch, penalties=MappingProxyType({})):
     if gather is not None:  # layers gather their parameters when they run
       params = params | gather({name: params[name] for name in params if name != "blocks"})
     model = nnx.merge(graph, params)
     hidden_of = model.hidden_and_aux if with_aux else model.hidden
     options = {"segment_ids": batch["segment_ids"], "dropout_key": batch.get("dropout")}
     hidden, rest = hidden_of(batch["tokens"], **options, gather=gather)
-    sums = next_token_loss(
-      hidden,
-      model.head_kernel(),
-      batch["targets"],
-      batch["weights"],
-      chunk=cfg.loss_chunk,
-      soft_cap=model.logit_soft_cap,
-      **penalties,
-      vocab_axis="tensor" if mesh.shape["tensor"] > 1 else None,
-    )
+    arrays = hidden, model.head_kernel(), batch["targets"], batch["weights"]
+    options = {"chunk": cfg.loss_chunk, "soft_cap": model.logit_soft_cap}
+    options["vocab_axis"] = "tensor" if mesh.shape["tensor"] > 1 else None
+    if of_tokens:
+      return next_token_nats(*arrays, **options)
+    if "reference" in batch:
+      sums = preference_loss(
+        next_token_nats(*arrays, **options),
+        *(batch[name] for name in ("reference", "segment_ids", "weights")),
+        beta=cfg.preference.beta,
+        label_smoothing=cfg.preference.label_smoothing,
+        axis_name="sequence" if mesh.shape["sequence"] > 1 else None,
+      )
+    else:
+      sums = next_token_loss(*arrays, **options, **penalties)
     return sums, jax.tree.map(lambda x: x * sums.weight, rest if with_aux else None)
 
   if not axes:
 
-    def partitioned(params, batch, penalties):
+    def partitioned(*arguments):
       # The scans wrap their kernels in shard_map over the ambient mesh.
       with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return sums(params, batch, penalties)
+        return sums(*arguments)
 
     return partitioned
 
   rows = tuple(axis for axis in device_mesh.ROWS if axis in axes) or None
   batch_axes = tuple(axis for axis in axes if axis != "tensor")
 
-  def mapped(params, batch, penalties):
+  def mapped(params, batch, *penalties):
     def of_shard(params, batch):
-      return jax.tree.map(lambda x: jax.lax.psum(x, batch_axes), sums(params, batch, penalties))
+      found = sums(params, batch, *penalties)
+      return found if of_tokens else jax.tree.map(lambda x: jax.lax.psum(x, batch_axes), found)
 
     of_batch = {name: PartitionSpec(rows, "sequence") for name in batch}
     if "dropout" in batch:
       of_batch["dropout"] = PartitionSpec(rows)
     inputs = sharding.param_specs(params, batch_axes), of_batch
-    specs = {"mesh": mesh, "in_specs": inputs, "out_specs": PartitionSpec()}
+    outputs = PartitionSpec(rows, "sequence") if of_tokens else PartitionSpec()
+    specs = {"mesh": mesh, "in_specs": inputs, "out_specs": outputs}
     return jax.shard_map(of_shard, **specs, axis_names=set(axes))(params, batch)
 
   return mapped

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from train import trainer
+from train.data.errors import DataError
 from train.data.windows import eval_batches, train_batches
-from train.runs import evaluation
+from train.runs import evaluation, reference
 from train.runs.rows import Row
 from train.step.copies import Copies
 from train.step.optimizer import make_schedule
@@ -27,6 +28,8 @@ class Text:
     self.copies = Copies(self._cfg, runs=group.pairs, kernels=kernels)
     self._windows = trainer.training_set(self._cfg)
     self._sets = evaluation.open_sets(self._cfg)
+    if reference.pairs_of([self._windows, *self._sets.values()]):
+      raise DataError("pairs of answers (three data.fields) are for single runs of `fit`.")
     self._schedule = make_schedule(self._cfg.optimizer, self._cfg.steps)
     self._scores: list[Scores] = []
 

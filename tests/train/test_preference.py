@@ -1,0 +1,214 @@
+"""Preference tuning: the loss of pairs against float64, rows of pairs, and whole runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.test_loss import inputs
+from train import trainer
+from train.config import ConfigError, Data
+from train.data import IndexedDataset
+from train.data.errors import DataError
+from train.data.windows import TokenWindows
+from train.runs import evaluation, reference
+from train.runs.run_folder import RunFolder
+from train.step.loss import next_token_nats
+from train.step.preference import preference_loss
+
+BETA, SMOOTHING = 0.7, 0.1
+# Pairs of documents (0, 1), (2, 3), ..; the fourth document of the second row is padding.
+SEGMENTS = np.array([[0] * 3 + [1] * 4 + [2] * 2 + [3] * 4, [0] * 5 + [1] * 5 + [2] * 3, [0] * 13])
+
+
+def in_float64(hidden, head, targets, weights, ref):
+  """(loss, margins, d hidden, d head): each pair after the other, each token after the other."""
+  hidden, head = np.float64(hidden), np.float64(head)
+  loss, margins = 0.0, []
+  d_hidden, d_head = np.zeros_like(hidden), np.zeros_like(head)
+  for b, segments in enumerate(SEGMENTS):
+    for pair in range(segments.max() // 2 + 1):
+      rewards, tokens = [0.0, 0.0], []
+      for t in np.flatnonzero((segments // 2 == pair) & (weights[b] > 0)):
+        logits = hidden[b, t] @ head
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        side, w = segments[t] % 2, float(weights[b, t])
+        rewards[side] += BETA * (w * np.log(p[targets[b, t]]) + float(ref[b, t]))
+        tokens.append((t, side, w * (np.eye(len(p))[targets[b, t]] - p)))  # and d log p / d logits
+      if not tokens:
+        continue
+      u = rewards[0] - rewards[1]
+      sigmoid = 1 / (1 + np.exp(-u))
+      loss += -(1 - SMOOTHING) * np.log(sigmoid) - SMOOTHING * np.log(1 - sigmoid)
+      slope = BETA * (sigmoid - (1 - SMOOTHING))
+      margins.append(u)
+      for t, side, d_logits in tokens:
+        d_logits = (1 - 2 * side) * slope * d_logits
+        d_hidden[b, t] += head @ d_logits
+        d_head += np.outer(hidden[b, t], d_logits)
+  return loss, margins, d_hidden, d_head
+
+
+def test_preference_loss_and_gradients_match_float64():
+  """Rafailov et al. 2023, equation 7, with the smoothing of label noise; what does not count may
+  be NaN."""
+  hidden, head, targets, weights = inputs(SEGMENTS.shape[1], dtype=np.float32)
+  weights = np.float32(weights > 0)
+  weights[1, SEGMENTS[1] == 2], weights[2] = 0, 0  # padding
+  hidden /= 2
+  ref = np.random.default_rng(5).uniform(2, 9, weights.shape).astype(np.float32) * weights
+  loss, margins, *gradients = in_float64(hidden, head, targets, weights, ref)
+  hidden[weights == 0] = np.nan
+
+  @jax.jit
+  def found(hidden, head):
+    def of(hidden, head):
+      nats = next_token_nats(hidden, head, targets, weights, chunk=6)
+      options = {"beta": BETA, "label_smoothing": SMOOTHING}
+      sums = preference_loss(nats, ref, jnp.int32(SEGMENTS), weights, **options)
+      return sums.nats, sums
+
+    return jax.value_and_grad(of, (0, 1), has_aux=True)(hidden, head)
+
+  (_, sums), got = found(hidden, head)
+  assert sums.weight == len(margins) == 3 and 0 < np.sum(np.array(margins) > 0) < 3
+  np.testing.assert_allclose(sums.nats, loss, rtol=1e-6)
+  np.testing.assert_allclose(sums.measures["reward_margin"], sum(margins), rtol=1e-5)
+  assert sums.measures["reward_accuracy"] == np.sum(np.array(margins) > 0)
+  for x, want in zip(got, gradients, strict=True):
+    np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.fixture
+def pairs(tiny, tmp_path):
+  """Returns a function that makes the config of a run on pairs: "a" is preferred to "b"."""
+  row = lambda n: {"q": f"{n}: " + "xy"[n % 2] * 6, "good": "a" * 5, "bad": "b" * 3}
+  for name, count in (("train", 24), ("validation", 6)):
+    rows = map(row, range(count))
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+  def make(**changes):
+    names = ("train", "validation")
+    options = {
+      "data__folder": str(tmp_path / "tokens"),
+      "data__fields": dict.fromkeys(names, ("q", "good", "bad")),
+      "data__sources": {name: str(tmp_path / f"{name}.jsonl") for name in names},
+      "optimizer__logit_penalty": 0.0,
+      "seq_len": 80,  # two pairs
+    }
+    return tiny(**options | changes)
+
+  return make
+
+
+def test_windows_hold_whole_pairs(pairs, tmp_path):
+  cfg = pairs(seq_len=64)
+  trainer.prepare(cfg.data)
+  dataset = IndexedDataset(f"{cfg.data.folder}/train")
+  assert dataset.num_documents == 48 and cfg.data.has_pairs
+  windows, seen = trainer.training_set(cfg), []
+  windows.reference = np.arange(len(windows) * 64, dtype=np.float32).reshape(-1, 64)
+  for number, window in enumerate(windows):
+    np.testing.assert_array_equal(window["reference"], windows.reference[number])
+    segments, counts = window["segment_ids"], window["weights"] > 0
+    of = range(segments[counts].max() + 1)
+    answers = [bytes((window["targets"][(segments == n) & counts] % 256).tolist()) for n in of]
+    assert answers == [b"aaaaa\0", b"bbb\0"] * (len(of) // 2)
+    prompts = [window["tokens"][segments == n][:9].tolist() for n in of]
+    assert prompts[::2] == prompts[1::2]
+    seen += [bytes(x) for x in prompts[::2]]
+  assert len(set(seen)) == len(seen) == 24 > len(windows)
+  with pytest.raises(DataError, match=r"24 of 24 rows have .* both answers together, the longest"):
+    trainer.training_set(dataclasses.replace(cfg, seq_len=20))
+  with pytest.raises(DataError, match=r"has 3 documents, but rows of 2 each"):
+    (tmp_path / "odd.jsonl").write_text('{"text": "aa"}\n' * 3)
+    odd = Data(**vars(cfg.data) | {"train": ("odd",), "validation": (), "fields": {}} |
+               {"sources": {"odd": str(tmp_path / "odd.jsonl")}})  # fmt: skip
+    trainer.prepare(odd)
+    TokenWindows(f"{cfg.data.folder}/odd", 64, 257, whole=[2])
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"bad": ""}, 'line 24: "bad" is empty, but a pair has two answers'),
+    ({"bad": 1}, 'line 24: "bad" is int, expected a string'),
+    (None, "line 24: found the keys .* expected an object with the key"),
+  ],
+)
+def test_wrong_row_of_a_pair_is_an_error_before_anything_is_compiled(pairs, change, message):
+  cfg = pairs()
+  path = Path(cfg.data.sources["train"])
+  *rows, last = path.read_text().splitlines()
+  last = json.dumps(json.loads(last) | change if change else {"q": "?"})
+  path.write_text("\n".join([*rows, last]))
+  with pytest.raises(DataError, match=message) as error:
+    trainer.fit(cfg)
+  assert "\n" not in str(error.value)
+
+
+def test_settings_that_pairs_do_not_go_with_are_errors(pairs):
+  fields = pairs().data.fields
+  for changes, message in (
+    ({"data__fields": {"train": ("q", "good")}, "data__targets": {"train": "last"}}, None),
+    ({"data__targets": {"train": "last"}}, "'last' does not go with the two answers"),
+    ({"data__weighting": "documents"}, "has no loss of pairs, which are in train, validation"),
+    ({"optimizer__z_loss": 1e-4}, "optimizer.z_loss=0.0001 .* no part of the loss of pairs"),
+    ({"data__train": ("train", "validation"), "data__validation": (),
+      "data__fields": {"train": fields["train"]}}, "has pairs of answers in train only"),
+    ({"preference__beta": 0.0}, "preference.beta=0.0 must be positive"),
+    ({"preference__label_smoothing": 0.5}, r"must be in \[0, 0.5\)"),
+    ({"data__fields": {"train": tuple("abcd")}}, "those of a prompt, the chosen answer"),
+  ):  # fmt: skip
+    if message is None:
+      assert not pairs(**changes).data.has_pairs
+      continue
+    with pytest.raises(ConfigError, match=message):
+      pairs(**changes)
+
+
+@pytest.mark.slow
+def test_run_on_pairs_learns_the_preference_against_its_first_model(pairs):
+  cfg = pairs(steps=8, log_every=1, eval_every=8, checkpoint_every=8)
+  trainer.fit(cfg)
+  rows = RunFolder(cfg.run_dir).read_rows()
+  first, *_, last = (row for row in rows if row["kind"] == "train")
+  assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
+  assert abs(first["reward_margin"]) < 1e-5 and first["bits_per_byte"] is None
+  assert last["reward_margin"] > 0.1 and last["reward_accuracy"] == 1
+  begin, end = (row for row in rows if row["kind"] == "eval")
+  assert begin["val_loss"] == pytest.approx(np.log(2), rel=1e-6) and begin["pairs"] == 6
+  assert end["val_loss"] < 0.65 and "tokens" not in end
+  (again,) = evaluation.run(cfg)
+  assert again == end
+
+
+@pytest.mark.slow
+def test_killed_run_on_pairs_resumes_bit_exact_with_its_first_model(pairs, tmp_path, fit_and_kill):
+  lora = {"optimizer__lora_rank": 2, "optimizer__lora_names": ("*.kernel",)}
+  options = {"optimizer__peak_lr": 3e-2, "data__pack_rows": False, **lora}
+  whole = pairs(run_dir=str(tmp_path / "whole"), **options)
+  want = trainer.fit(whole)
+  parts = pairs(**options)
+  fit_and_kill(parts, at=8)
+  file = RunFolder(parts.run_dir).path / reference.FILE
+  content = file.read_bytes()
+  for damaged in (content[:-9], content.replace(b"\0\0\x80?", b"\0\0\x81?"), b"x", None):
+    file.unlink() if damaged is None else file.write_bytes(damaged)
+    if damaged == content:
+      continue
+    with pytest.raises(DataError, match=r"reference.npz has the log-probabilities"):
+      trainer.fit(parts)
+  file.write_bytes(content)
+  with pytest.raises(DataError, match="are not those with which the run began"):
+    other = dataclasses.replace(parts, seq_len=96)
+    trainer.fit(other, allow_config_change=True)
+  result = trainer.fit(parts)
+  chex.assert_trees_all_equal(result.state, want.state, strict=True)
+  assert result.validation == want.validation
