@@ -11,6 +11,7 @@ of 50 epochs of 118M tokens; dropout is that of the paper's other experiments, t
 SSD the one of their constructors. Pythia adds attention and channel mixer to the same input; here
 they follow one another.
 Measured: 70,426,624 parameters with softmax, as Pythia-70M has; none has been trained.
+`experiments/sweeps/lm_normalization.py` has these shapes on other text, for 20M tokens.
 """
 
 from typing import Any

@@ -191,6 +191,12 @@ def _long(part: str, score: str, of: str):
   return lambda a, b: Difference("long_context.csv", score, row(*a), row(*b))
 
 
+def _normalized(positions: str, score: str):
+  """Differences of lm_normalization.csv between models with these positions."""
+  row = lambda name: {"model": name, "positions": positions}
+  return lambda a, b: Difference("lm_normalization.csv", score, row(a), row(b))
+
+
 _SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
 _dsf = lambda width, state: _recall("mqar_dsf.csv", "model", width=width, state=state, mlp="no")
 _accuracy = _long("babilong", "accuracy", "mean")
@@ -233,10 +239,28 @@ COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
   "S6 and SSD against normalized attention": [
     _dsf(*x)(name, "normalized") for x in _SIZES for name in ("s6", "ssd")
   ],
+  "normalization in language models": [
+    *(
+      _normalized(where, score)(*pair)
+      for where in ("none", "learned")
+      for score in ("val_books loss", "val_wikitext103 loss")
+      for pair in (("linear", "softmax"), ("normalized", "linear"))
+    ),
+    Closed(
+      "lm_normalization.csv",
+      "val_books loss",
+      worst={"model": "linear", "positions": "learned"},
+      model={"model": "normalized", "positions": "learned"},
+      best={"model": "softmax", "positions": "learned"},
+    ),
+  ],
   "Longhorn against Mamba": _longhorn(("longhorn", "mamba")),
   "Longhorn's recall": [
     Solved("mqar_longhorn.csv", {"model": name}, least)
     for name, least in (("attention", 0.9), ("based", 0.9), ("longhorn", 0.9), ("mamba", 0.9))
+  ],
+  "attention in recall as published": [
+    Solved("mqar_published.csv", {"model": "attention", "length": "64"}, SOLVED, "accuracy"),
   ],
   "extrapolation from 1,024 to 32,768 tokens": [
     _nats((name, "32768"), (name, "1024")) for name in ("longhorn", "softmax_attention")

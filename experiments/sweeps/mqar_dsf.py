@@ -68,4 +68,10 @@ SWEEP = grid(
   task=TASK,
   folder="{model}-d{width}-n{state}-mlp-{mlp}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="width", line="model", panel="state", where={"mlp": "no"})
+PLOT = Plot(
+  x="width",
+  line="model",
+  panel="state",
+  where={"mlp": "no"},
+  chance=dict.fromkeys((1, *STATES), 1 / 8),
+)

@@ -51,4 +51,4 @@ SWEEP = grid(
   task=TASK,
   folder="{code}-d{width}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="code", panel="width")
+PLOT = Plot(x="code", panel="width", chance=dict.fromkeys(WIDTHS, 1 / 8))

@@ -55,4 +55,6 @@ SWEEP = grid(
   seeds=SEEDS,
   folder="{model}-d{width}-t{length}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="width", line="model", panel="length")
+PLOT = Plot(
+  x="width", line="model", panel="length", chance={length: 1 / n for length, n in PAIRS.items()}
+)

@@ -52,4 +52,4 @@ SWEEP = grid(
   task=TASK,
   folder="{model}-d{width}-n{rows}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="rows", line="model", panel="width")
+PLOT = Plot(x="rows", line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS))

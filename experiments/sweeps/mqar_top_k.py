@@ -55,4 +55,4 @@ SWEEP = grid(
   seeds=SEEDS,
   folder="{model}-{rows}-d{width}-{fillers}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="rows", line="model", panel="width")
+PLOT = Plot(x="rows", line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS))

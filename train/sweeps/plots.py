@@ -97,7 +97,7 @@ def draw(
       axis.errorbar(
         x, y, (below, above), label=line, color=colors(number), capsize=2, markersize=4,
         linewidth=1.2, marker=markers[number % len(markers)],
-        linestyle="-" if is_number or plot.line else "none",
+        linestyle="-" if is_number else "none",
       )  # fmt: skip
     if panel in plot.chance:
       axis.axhline(plot.chance[panel], color="gray", linestyle=":", label="a guess")
@@ -113,8 +113,9 @@ def draw(
   for axis in axes.flat[len(panels) :]:
     axis.set_axis_off()
   meant = "least and largest seed" if bars == "range" else "standard deviation over the seeds"
+  meant += "; dotted: a guess" if plot.chance else ""
   figure.supxlabel(f"{plot.x.replace('_', ' ')} (bars: {meant})", fontsize=10)
-  figure.supylabel(score, fontsize=10)
+  figure.supylabel(f"{score}, nats per token" if score.endswith("loss") else score, fontsize=10)
   if title:
     found = [axis.get_legend_handles_labels() for axis in axes.flat]
     handles = {name: handle for of in found for handle, name in zip(*of, strict=True)}

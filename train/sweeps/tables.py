@@ -51,7 +51,7 @@ def table(
 ) -> list[Row]:
   """A row per combination of labels and learning rate, over seeds.
 
-  Not over `tuning_seed`, which chose the rate, where there are others.
+  Not over `tuning_seed`, which chose the rate, where others are finished.
 
   Each score has its mean, standard deviation (of a sample, None for one seed), least and largest
   value. `best` marks the learning rate with the best mean of the first score, the accuracy of
@@ -64,7 +64,8 @@ def table(
   rows: dict[tuple, list[Row]] = {}
   for (*labels, _), members in of_rate.items():
     others = [member for member in members if member[0].cfg.seed != tuning_seed]
-    members = others or members
+    if any(known is not None for _, known in others):
+      members = others
     rows.setdefault(tuple(labels), []).append(_row(members))
   name, sign = primary(runs[0])
   for same in rows.values():
