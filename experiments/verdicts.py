@@ -209,7 +209,7 @@ _sse = _books("lm_sse.csv", "model")
 _lcsm = _books("lm_lcsm.csv", "code")
 
 # By claim, in the order of claims.md.
-COMPARISONS: dict[str, Sequence[Difference | Solved]] = {
+COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   "LNSSM's channel mixer (figure 1)": _lnssm(
     ("rwkv4 gpt2", "rwkv4 rwkv"),
     ("mamba2 gpt2", "mamba2 none"),
