@@ -58,6 +58,7 @@ from flax import nnx
 from benchmarks import csv_rows
 from experiments import long_context_parts, over_seeds, rouge
 from experiments.long_context_parts import STORIES, Part, Score, Sizes
+from experiments.small_runs import COLORS
 from lnssm_jax import mixers
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -95,7 +96,7 @@ class Picture(NamedTuple):
 
 PICTURES = {
   "extrapolate": Picture(
-    Plot(x="length", line="mixer", panel="tokens"),
+    Plot(x="length", line="mixer", colors=COLORS, panel="tokens"),
     "perplexity",
     {"perplexity": "all", "beyond": "beyond the training length"},
     bars="range",
@@ -107,10 +108,13 @@ PICTURES = {
     share_y=False,
   ),
   "babilong": Picture(
-    Plot(x="length", line="mixer", panel="BABILong:"), "accuracy", {"accuracy": ""}
+    Plot(x="length", line="mixer", colors=COLORS, panel="BABILong:"), "accuracy", {"accuracy": ""}
   ),
   "needles": Picture(
-    Plot(x="length", line="mixer", panel="needles"), "recall", {"recall": ""}, bars="range"
+    Plot(x="length", line="mixer", colors=COLORS, panel="needles"),
+    "recall",
+    {"recall": ""},
+    bars="range",
   ),
   "rouge": Picture(Plot(x="mixer", panel="summaries of"), "ROUGE-L", {"rouge_l": ""}),
 }

@@ -6,6 +6,28 @@ from typing import Any
 
 from train import config
 
+COLORS = {  # of a mixer in all pictures, by the names that it has in them
+  **dict.fromkeys(("attention", "softmax", "softmax_attention", "transformer", "llama"), "black"),
+  **dict.fromkeys(("rwkv", "rwkv4"), "tab:olive"),
+  **dict.fromkeys(("sse", "sse-n4k1", "sse-n4k2", "sse-h"), "tab:purple"),
+  **dict.fromkeys(("mom", "mom-n4k1", "mom-n4k2"), "tab:brown"),
+  **dict.fromkeys(("gla", "gla-h"), "tab:orange"),
+  **dict.fromkeys(("lnssm", "qlstm", "qlstm reversed"), "tab:red"),
+  **dict.fromkeys(("mamba2", "ssd"), "tab:blue"),
+  **dict.fromkeys(("mamba", "s6"), "tab:cyan"),
+  "longhorn": "tab:pink",
+  "base_conv": "tab:gray",
+  "hyena": "rosybrown",
+  "based": "gold",
+  "linear": "lightgreen",
+  "normalized": "darkgreen",
+  "retnet": "navy",
+  "gdn": "limegreen",
+  "rwkv5": "yellowgreen",
+  "gsa": "teal",
+  "metala": "darkviolet",
+}
+
 
 def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> config.Train:
   """The run of a language model with at most `tokens`, scored and saved at its end alone.

@@ -15,7 +15,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.small_runs import shortened
+from experiments.small_runs import COLORS, shortened
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -52,5 +52,5 @@ SWEEP = grid(
   seeds=(0, 1, 2, 3),
   folder="{model}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="learning_rate", line="model")
+PLOT = Plot(x="learning_rate", colors=COLORS, line="model")
 TUNING_SEED = 0

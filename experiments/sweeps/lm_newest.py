@@ -10,6 +10,7 @@ Measured: nothing yet; it was not run.
 
 import dataclasses
 
+from experiments.small_runs import COLORS
 from experiments.sweeps import lm_longhorn, mqar_newest
 from train.config import Train
 from train.sweeps import Plot, grid
@@ -31,5 +32,5 @@ SWEEP = grid(
   seeds=(0, 1, 2, 3),
   folder="{model}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="learning_rate", line="model")
+PLOT = Plot(x="learning_rate", colors=COLORS, line="model")
 TUNING_SEED = 0

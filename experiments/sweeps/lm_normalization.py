@@ -17,7 +17,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.small_runs import shortened
+from experiments.small_runs import COLORS, shortened
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -55,6 +55,6 @@ SWEEP = grid(
   seeds=range(7),
   folder="{model}-{positions}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="model", panel="positions")
+PLOT = Plot(x="model", colors=COLORS, panel="positions")
 TUNING_SEED, FIRST_RATES = 0, (3e-4, 1e-3, 3e-3)
 COPIES = 3

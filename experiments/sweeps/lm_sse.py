@@ -15,7 +15,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.small_runs import shortened
+from experiments.small_runs import COLORS, shortened
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -64,5 +64,5 @@ SWEEP = [
     folder=FOLDER,
   ),
 ]
-PLOT = Plot(x="learning_rate", line="model")
+PLOT = Plot(x="learning_rate", colors=COLORS, line="model")
 TUNING_SEED = 0

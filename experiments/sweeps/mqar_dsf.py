@@ -23,7 +23,7 @@ SSD, normalized and softmax attention are above 0.97 with a state of 16; qLSTM s
 from pathlib import Path
 
 from experiments.recall_sweep import Recall
-from experiments.small_runs import behind_base_conv
+from experiments.small_runs import COLORS, behind_base_conv
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -70,6 +70,7 @@ SWEEP = grid(
 )
 PLOT = Plot(
   x="width",
+  colors=COLORS,
   line="model",
   panel="state",
   where={"mlp": "no"},

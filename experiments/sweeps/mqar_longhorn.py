@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recall_sweep import Recall
-from experiments.small_runs import behind_base_conv
+from experiments.small_runs import COLORS, behind_base_conv
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -56,5 +56,9 @@ SWEEP = grid(
   folder="{model}-d{width}-t{length}-lr{lr:g}-seed{seed}",
 )
 PLOT = Plot(
-  x="width", line="model", panel="length", chance={length: 1 / n for length, n in PAIRS.items()}
+  x="width",
+  colors=COLORS,
+  line="model",
+  panel="length",
+  chance={length: 1 / n for length, n in PAIRS.items()},
 )

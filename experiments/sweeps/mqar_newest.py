@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recall_sweep import Recall
+from experiments.small_runs import COLORS
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -67,6 +68,8 @@ SWEEP = grid(
   seeds=(0, 1, 2, 3),
   folder="{model}-t{length}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="model", panel="length", chance={n: 1 / pairs for n, pairs in PAIRS.items()})
+PLOT = Plot(
+  x="model", colors=COLORS, panel="length", chance={n: 1 / pairs for n, pairs in PAIRS.items()}
+)
 TUNING_SEED, FIRST_RATES = 0, (1e-3, 3e-3, 1e-2)
 COPIES = 3

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recall_sweep import Recall
+from experiments.small_runs import COLORS
 from experiments.sweeps.mqar_longhorn import MODELS
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
@@ -56,6 +57,6 @@ SWEEP = grid(
   seeds=range(4),
   folder="{model}-t{length}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="model", panel="length", chance={64: 1 / 4, 128: 1 / 8})
+PLOT = Plot(x="model", colors=COLORS, panel="length", chance={64: 1 / 4, 128: 1 / 8})
 TUNING_SEED, FIRST_RATES = 0, (4.6e-4, 2.2e-3, 1e-2)
 COPIES = 3

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recall_sweep import Recall
-from experiments.small_runs import behind_base_conv
+from experiments.small_runs import COLORS, behind_base_conv
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -52,4 +52,6 @@ SWEEP = grid(
   task=TASK,
   folder="{model}-d{width}-n{rows}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="rows", line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS))
+PLOT = Plot(
+  x="rows", colors=COLORS, line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS)
+)

@@ -18,7 +18,7 @@ three of four cases.
 from pathlib import Path
 
 from experiments.recall_sweep import Recall
-from experiments.small_runs import behind_base_conv
+from experiments.small_runs import COLORS, behind_base_conv
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
@@ -55,4 +55,6 @@ SWEEP = grid(
   seeds=SEEDS,
   folder="{model}-{rows}-d{width}-{fillers}-lr{lr:g}-seed{seed}",
 )
-PLOT = Plot(x="rows", line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS))
+PLOT = Plot(
+  x="rows", colors=COLORS, line="model", panel="width", chance=dict.fromkeys((64, 128), 1 / PAIRS)
+)

@@ -95,7 +95,8 @@ def draw(
         below = [row[score] - row[f"{score} min"] for row in points]
         above = [row[f"{score} max"] - row[score] for row in points]
       axis.errorbar(
-        x, y, (below, above), label=line, color=colors(number), capsize=2, markersize=4,
+        x, y, (below, above), label=line, capsize=2, markersize=4,
+        color=plot.colors.get(line.split(", ")[0], colors(number)),
         linewidth=1.2, marker=markers[number % len(markers)],
         linestyle="-" if is_number else "none",
       )  # fmt: skip

@@ -74,7 +74,8 @@ class Plot:
   """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`.
 
   `where` has the values of labels of which only these are drawn, and `chance` the score of a guess
-  by the panel's value, None where there is one panel.
+  by the panel's value, None where there is one panel. `colors` has those of lines, by the first
+  label of a line's name.
   """
 
   x: str = "learning_rate"
@@ -82,6 +83,7 @@ class Plot:
   panel: str | None = None
   where: dict[str, Any] = dataclasses.field(default_factory=dict)
   chance: dict[Any, float] = dataclasses.field(default_factory=dict)
+  colors: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
