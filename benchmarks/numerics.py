@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import csv_rows
 from lnssm_jax.ops.cases import SCANS
-from lnssm_jax.ops.core import accuracy
+from lnssm_jax.ops.core import accuracy, dispatch
 
 LENGTHS = (1024, 16384, 131072)
 STRENGTHS = ("weak", "ordinary", "extreme", "lasting")
@@ -91,17 +91,9 @@ def forms(scan, case, inputs) -> list[str]:
 
   Without the step-by-step one and the interpreted kernels, which would take hours.
   """
-
-  def runs(form):
-    try:
-      jax.eval_shape(lambda x: scan(case, x, implementation=form), inputs)
-    except NotImplementedError:
-      return False
-    return True
-
-  names = dict.fromkeys(check.implementation for check in scan.checks)
-  others = [name for name in names if name not in ("reference", "pallas_interpret")]
-  return [name for name in others if runs(name)]
+  args, options = scan.bind(case, inputs)
+  able = {*dispatch.supported(scan.function, *args, **options)} - {"reference", "pallas_interpret"}
+  return [name for name in dict.fromkeys(c.implementation for c in scan.checks) if name in able]
 
 
 def summary(rows: list[dict]) -> str:

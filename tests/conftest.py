@@ -30,7 +30,12 @@ def pytest_configure(config):
   sys.dont_write_bytecode = False
   # Traced programs are many objects that live on. Python's default looks through young ones after
   # every 700 more, an eighth of the time of the tests.
-  gc.set_threshold(100_000, 20, 100)
+  gc.set_threshold(400_000, 40, 1000)
+
+
+def pytest_collection_finish():
+  """No collection of garbage looks at modules and tests again: they live as long as the process."""
+  gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that -m leaves out are chosen
@@ -44,14 +49,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish():
-  """Collects garbage once at the end, instead of once by each of pytest's hooks and by Python."""
-  gc.collect()
+  """Collects young garbage at the end; pytest's hooks and Python would look at all, each again."""
+  gc.collect(1)
   gc.freeze()
 
 
 # Linux allows a process 65,530 memory maps, every compiled program takes several, and a process
 # that wants one more dies.
-_MAPS, _MOST_MAPS, _TESTS_BETWEEN_LOOKS = Path("/proc/self/maps"), 25_000, 16
+_MAPS, _MOST_MAPS, _TESTS_BETWEEN_LOOKS = Path("/proc/self/maps"), 45_000, 32
 _tests_run = 0
 
 

@@ -57,8 +57,13 @@ FILES = {
 
 
 @functools.cache
-def trees():
-  return {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+def tree_of(name: str) -> ast.Module:
+  return ast.parse(FILES[name].read_text())
+
+
+def trees(*packages: str) -> dict[str, ast.Module]:
+  """The trees of all files, or of those of some packages."""
+  return {n: tree_of(n) for n in FILES if not packages or n.partition(".")[0] in packages}
 
 
 @functools.cache  # several tests look at every node of every file
@@ -98,8 +103,7 @@ def unquoted(tree: ast.Module) -> list[str]:
 
 def sources():
   """Tests and benchmarks run code on purpose, and their helpers are named for what they do."""
-  outside = ("benchmarks", "tests")
-  return {name: tree for name, tree in trees().items() if name.split(".")[0] not in outside}
+  return trees(*(set(PACKAGES) - {"benchmarks", "tests"}))
 
 
 def imported_modules(tree: ast.AST, module: str) -> set[str]:
@@ -160,7 +164,7 @@ def methods_of(node: ast.stmt) -> list[ast.FunctionDef]:
 def protocol_methods(module: str) -> set[str]:
   """Methods that a `Protocol` in the folder of `module` documents for its implementations."""
   folder = module.rpartition(".")[0]
-  siblings = [tree for name, tree in trees().items() if name.rpartition(".")[0] == folder]
+  siblings = [tree_of(name) for name in FILES if name.rpartition(".")[0] == folder]
   protocols = [
     node
     for tree in siblings

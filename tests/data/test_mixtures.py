@@ -34,7 +34,7 @@ def stream(mixture, steps, **options):
 
 
 def test_each_set_has_its_share_of_any_stretch_of_rows(mixture):
-  found = np.array([each for each, _ in rows(stream(mixture, 150))])
+  found = np.array([each for each, _ in rows(stream(mixture, 110))])
   for number, share in enumerate(mixture.shares.values()):
     counts = np.cumsum(np.append(0, found == number))
     for size in (50, 600):

@@ -179,6 +179,7 @@ def test_token_shift_kernels_with_nan_offset_keep_documents_apart():
     np.testing.assert_array_equal(y[:, :6], z[:, :6])
 
 
+@pytest.mark.slow
 def test_token_shift_kernels_in_splits_have_the_same_bits(monkeypatch):
   """Values and gradients of tokens do not depend on where a sequence is cut."""
   case = Case(T=16, D=128, S=2, W=2, bias=False, offsets=True)

@@ -107,7 +107,15 @@ def in_xla(model, seq_len):
   return lines_of(found)
 
 
-@pytest.mark.parametrize("name", BODIES)
+# By default the widest, those with several mixers, and one for each kind of kernel; the test of the
+# page has every mixer.
+BODIES_BY_DEFAULT = {"gla_1b3", "hybrid", "lnssm_1b3", "mamba2", "retnet", "rwkv7", "sse"}
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(n, marks=() if n in BODIES_BY_DEFAULT else pytest.mark.slow) for n in BODIES],
+)
 def test_benchmark_body_on_packed_documents_runs_in_kernels(name, hopper):
   """Widths that a mixer's own test does not have: GLA's heads of 1.3B are 256 and 512 wide."""
   cfg = settings(BODIES[name])
@@ -145,6 +153,7 @@ def test_hybrid_with_states_runs_its_mixers_in_kernels(length, hopper):
   assert not {choice.op for choice in found} & {"attention", "linear_attention"}
 
 
+@pytest.mark.slow
 def test_sse_keeps_at_most_a_quarter_more_than_gla_for_the_backward_pass(hopper):
   """Residuals of a layer of 4 x 8,192 tokens, in kernels, at the sizes of the benchmark."""
 

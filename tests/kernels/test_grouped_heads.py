@@ -103,6 +103,7 @@ def gradient(heads, *, decay="BTH", B=B, T=128, widths=(K, V), normalize=False):
   return jax.grad(lambda x: total(run(x))), inputs
 
 
+@pytest.mark.slow
 def test_gradients_of_shared_queries_and_keys_are_not_written_for_each_head(monkeypatch):
   """At the shape of a Mamba-2 layer, whose heads all share queries and keys."""
   monkeypatch.setattr(dispatch.device, "unsupported", lambda *_: None)

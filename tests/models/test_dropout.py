@@ -228,8 +228,8 @@ def test_linear_attention_dropout_equals_the_formula(mixer, options):
   dropped = lambda layer, x: layer(x, segment_ids=jnp.asarray(ids), dropout_key=KEY)
   with jax.enable_x64(True):
     wide = {"dtype": jnp.float64, "param_dtype": jnp.float64, "num_heads": H} | options
-    layer = mixer(8, attention_dropout=rate, **wide, rngs=nnx.Rngs(0))
-    layer = jax.tree.map(lambda p: 20 * p + 0.1, layer)
+    start = jax.jit(lambda: mixer(8, attention_dropout=rate, **wide, rngs=nnx.Rngs(0)))()
+    layer = jax.tree.map(lambda p: 20 * np.asarray(p) + 0.1, start)
     x = jax.random.normal(jax.random.key(1), (2, T, 8), jnp.float64)
     run = lambda fn: jax.jit(
       jax.value_and_grad(lambda layer, x: jnp.sin(fn(layer, x)).sum(), (0, 1))
@@ -238,9 +238,15 @@ def test_linear_attention_dropout_equals_the_formula(mixer, options):
     want = run(lambda layer, x: formula(layer, x, seen, kept))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * (1 + np.abs(b).max()))
-    y, state = dropped(layer, x)
-    np.testing.assert_allclose(y, formula(layer, x, seen, kept), rtol=0, atol=1e-11 * abs(y).max())
-    assert np.abs(y - layer(x, segment_ids=jnp.asarray(ids))[0]).max() > 1e-3
+
+    @jax.jit
+    def outputs(layer, x):
+      plain = layer(x, segment_ids=jnp.asarray(ids))[0]
+      return *dropped(layer, x), formula(layer, x, seen, kept), plain
+
+    y, state, want, plain = outputs(layer, x)
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-11 * abs(y).max())
+    assert np.abs(y - plain).max() > 1e-3
     with pytest.raises(NotImplementedError, match=rf"{mixer.__name__}: a state with attention_dr"):
       layer(x, state, dropout_key=KEY)
 

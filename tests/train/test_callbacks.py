@@ -82,6 +82,7 @@ def test_callback_that_returns_a_text_ends_the_run_with_its_step_saved(tiny, cap
   assert int(train.load_model(cfg.run_dir).step) == 6
 
 
+@pytest.mark.slow
 def test_run_without_callbacks_has_the_bits_of_one_with_them(tiny, tmp_path):
   plain = trainer.fit(tiny())
   noted = trainer.fit(tiny(run_dir=str(tmp_path / "other"), **of(HERE)))
@@ -172,6 +173,7 @@ def test_wrong_callback_raises_before_training(given, message, tiny):
     trainer.fit(tiny(callbacks=given))
 
 
+@pytest.mark.slow
 def test_callbacks_of_a_resumed_run_may_change(tiny, fit_and_kill):
   fit_and_kill(tiny(), at=8)
   cfg = tiny(**of(HERE))

@@ -211,6 +211,7 @@ def test_evaluate_prints_loss_of_training(trained, capsys):
   assert int(tokens.replace(",", "")) == rows[0]["tokens"]
 
 
+@pytest.mark.slow
 def test_export_average_of_parameters(trained, tiny, tmp_path, capsys):
   out = str(tmp_path / "out")
   assert run("export", trained.run_dir, "--out", out, "--ema") == 0

@@ -67,11 +67,11 @@ def test_each_copy_trains_as_the_trainer_does_alone():
       },
     )
     np.testing.assert_allclose(found[copy], metrics["loss"], rtol=2e-5)
-  mine = jax.tree.map(lambda x: x[copy], copies.params)
+  mine = jax.tree.map(lambda x: np.asarray(x)[copy], copies.params)
   difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
   assert difference < 1e-4 * optax.tree.norm(mine)
   copies.step(batches[0]._asdict(), 0.0)
-  still = jax.tree.map(lambda x: x[copy], copies.params)
+  still = jax.tree.map(lambda x: np.asarray(x)[copy], copies.params)
   jax.tree.map(np.testing.assert_array_equal, still, mine)
 
 
@@ -119,7 +119,7 @@ def test_scores_are_those_of_the_logits():
   np.testing.assert_array_equal(sums.weight, [24.0, 24.0])
   assert copies.loss(whole).weight[0] == batch.tokens.size
   for copy in range(2):
-    params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    params = jax.tree.map(lambda x, copy=copy: np.asarray(x)[copy], copies.params)
     logits = logits_of(graph, params, batch.tokens, one_document)
     logits = np.take_along_axis(np.asarray(logits), batch.positions[..., None], 1)
     assert np.mean(logits.argmax(-1) == batch.targets) == right[copy]
@@ -136,7 +136,7 @@ def test_losses_of_copies_with_batches_of_their_own_have_weights_and_documents()
   batch = {"tokens": tokens, "targets": targets, "segment_ids": segment_ids, "weights": weights}
   sums, graph = copies.loss(batch), model_graph(cfg.model)
   for copy in range(2):
-    params = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    params = jax.tree.map(lambda x, copy=copy: np.asarray(x)[copy], copies.params)
     found = np.asarray(logits_of(graph, params, tokens[copy], segment_ids[copy]), np.float64)
     log_p = found - np.log(np.exp(found).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log_p, targets[copy][..., None], 2)[..., 0]
@@ -185,6 +185,7 @@ def stacked(batches):
   return jax.tree.map(lambda *xs: np.stack(xs), *batches)
 
 
+@pytest.mark.slow
 def test_copies_average_parameters_after_each_step_and_not_without_targets():
   copies = Copies(GUARDED, seeds=(0, 1, 2), learning_rates=(1e-2,))
   exact = lambda name, copy: np.concatenate(
@@ -243,7 +244,7 @@ def test_copy_skips_the_steps_that_it_skips_alone_and_no_other_copy_does():
   ]
   for copy, (state, expected) in enumerate(alone(GUARDED, streams)):
     assert [x[copy] for x in skipped] == expected == [float(copy and n in (1, 3)) for n in range(6)]
-    mine = jax.tree.map(lambda x, copy=copy: x[copy], copies.params)
+    mine = jax.tree.map(lambda x, copy=copy: np.asarray(x)[copy], copies.params)
     difference = optax.tree.norm(jax.tree.map(np.subtract, mine, state["params"]))
     assert difference < 1e-4 * optax.tree.norm(mine)
   assert int(copies.state["step"][1]) == 6

@@ -14,6 +14,7 @@ from train.config import ConfigError, to_dict
 from train.data.errors import DataError
 
 
+@pytest.mark.slow
 def test_killed_run_on_a_stream_resumes_bit_exact(
   tiny, tmp_path, fit_and_kill, monkeypatch, capsys
 ):

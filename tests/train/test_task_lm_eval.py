@@ -13,6 +13,7 @@ import lnssm_jax
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.pretrained import LoadedModel, harness, lm_eval_model, texts
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from tests.byte_model import log_probs
 from tests.pages import blocks_of
 from tests.train.test_export import random_params
 from train import config
@@ -48,14 +49,6 @@ def package(monkeypatch):
 
 def requests(*arguments):
   return [types.SimpleNamespace(args=each) for each in arguments]
-
-
-def log_probs(loaded, text):
-  """Float64 log-probability of each byte but the first, and whether it is the likeliest."""
-  tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-  logits = np.asarray(loaded.model(tokens[None, :-1])[0][0], np.float64)
-  logits -= np.log(np.exp(logits - logits.max()).sum(-1, keepdims=True)) + logits.max()
-  return logits[np.arange(len(tokens) - 1), tokens[1:]], logits.argmax(-1) == tokens[1:]
 
 
 def test_log_likelihoods_are_those_of_the_text_after_its_context(loaded, package):
