@@ -98,11 +98,7 @@ def load_params(
   Raises:
     BindingError: `cfg.model` is not the model that was trained; further errors as of `load_model`.
   """
-  params, found, metadata = load_tree(cfg, mesh, "ema" if ema else "params", step=step)
-  if ema:  # float32, also where the model is not
-    dtypes = jax.tree.map(lambda x: x.dtype, abstract_state(cfg, mesh)["params"])
-    params = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
-  return params, found, metadata
+  return load_tree(cfg, mesh, "ema" if ema else "params", step=step)
 
 
 def load_tree(
@@ -119,4 +115,7 @@ def load_tree(
   trees, found, metadata = store.load(run.checkpoints, {tree: abstract[tree]}, step=step)
   bindings.check_model(metadata, cfg.model, cfg.run_dir)
   _report_changes(run, found, metadata)
-  return trees[tree], found, metadata
+  loaded = trees[tree]
+  if tree == "ema":  # float32, also where the model is not
+    loaded = jax.tree.map(lambda x, like: x.astype(like.dtype), loaded, abstract["params"])
+  return loaded, found, metadata
