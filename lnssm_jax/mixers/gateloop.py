@@ -86,7 +86,7 @@ class GateLoop(Mixer[ComplexState]):
     heads = lambda z: split_heads(z, self.num_heads)
     twice = lambda z, w: jnp.concatenate([z, w], axis=-1)
     log_decay = heads(jax.nn.log_sigmoid(self.a_proj(x)))
-    angle, last = running_angles(self.p_proj(x), None, None, self.sequence_axis)
+    angle, last = running_angles(self.p_proj(x), None, self.sequence_axis)
     cos, sin = heads(jnp.cos(angle)), heads(jnp.sin(angle))
     q, k = heads(wide(self.q_proj(x))), heads(wide(self.k_proj(x)))
     # The state before the first token is not rotated; the second half of S' is -Im.

@@ -9,8 +9,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
-from lnssm_jax.mixers.common.activations import silu_gate
-from lnssm_jax.mixers.common.angles import rotate, running_angles
+from lnssm_jax.mixers.common.angles import chunk_angles, padded
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_finite,
@@ -26,6 +25,9 @@ from lnssm_jax.ops.core.halo import of_first, of_last, of_next
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.core.states import register_state
+from lnssm_jax.ops.rotations.api import rotations
+from lnssm_jax.ops.rotations.reference import rotated
+from lnssm_jax.ops.rotations.types import Inputs as Rotations
 
 # What weighs less is nothing in any sum, but the square of a weight must not be 0 in float32.
 _SMALLEST_WEIGHT = 1e-18
@@ -179,12 +181,6 @@ class Mamba3(Mixer[Mamba3State]):
     R, G, N = self.rank, self.num_groups, self.state_dim
     return norm(x.reshape(*x.shape[:2], R * G, N)).reshape(*x.shape[:2], R, G, N)
 
-  def _rotated(self, x, bias, angle, dtype, weight=None):
-    """Keys or queries [B, T, H, R, N], times weight [B, T, H]; x [B, T, R, G, N] is normalized."""
-    x = jnp.repeat(x.swapaxes(2, 3), self.num_heads // self.num_groups, axis=2)
-    x = rotate(x + wide(bias), angle[..., None, :])
-    return (x if weight is None else weight[..., None, None] * x).astype(dtype)
-
   def _mix(self, x, state, segment_ids):
     B, T, _ = x.shape
     H, R, axis = self.num_heads, self.rank, self.sequence_axis
@@ -194,10 +190,10 @@ class Mamba3(Mixer[Mamba3State]):
     log_decay = -jnp.maximum(RATES[self.decay_rate](wide(rate)), self.decay_floor) * dt
     share = jax.nn.sigmoid(wide(share))
     now, next_token = share * dt, (1 - share) * dt  # of a token in its own step and in the next
-    angle = math.pi * jnp.tanh(wide(angle))[:, :, None] * dt[..., None]
+    pace = math.pi * jnp.tanh(wide(angle))
     segments = segments_of(type(self).__name__, segment_ids, B, T)
     start = None if state is None else state.angle
-    angle, last_angle = running_angles(angle, start, segments, axis)
+    angles = chunk_angles(pace, dt, start, segments, axis)
     values = self._of_rank(v, self.mimo_v)  # [B, T, H, R, P]
 
     first, after = next_token[:, 0], jnp.zeros_like(next_token[:, 0])
@@ -205,8 +201,10 @@ class Mamba3(Mixer[Mamba3State]):
       first, after = of_first(first, axis_name=axis), of_next(first, axis_name=axis)
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
     b, c = self._normalized(b, self.b_norm), self._normalized(c, self.c_norm)
-    q = self._rotated(c, self.c_offset[...], angle, self.dtype)
-    k = self._rotated(b, self.b_offset[...], angle, self.dtype, weight)
+    offsets = self.b_offset[...], self.c_offset[...]
+    of_tokens = (padded(x) for x in (pace, dt, weight))
+    inputs = Rotations(padded(b), padded(c), *offsets, *of_tokens, angles.entering, angles.keep)
+    k, q = (x[:, :T] for x in rotations(inputs, dtype=self.dtype))
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
     queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))
@@ -223,12 +221,11 @@ class Mamba3(Mixer[Mamba3State]):
       segment_ids=segment_ids,
     )
     out = self.o_proj(self._gated(out, v, z)).astype(self.dtype)
-    last = self._rotated(b[:, -1:], self.b_offset[...], angle[:, -1:], angle.dtype)
-    key, value = last[:, 0], wide(v)[:, -1]
+    key, value = rotated(b[:, -1], offsets[0], angles.last), wide(v)[:, -1]
     if axis is not None:
       key, value = of_last((key, value), axis_name=axis)
     kv = jnp.sum(recurrent.kv.reshape(B, H, R, *recurrent.kv.shape[2:]), axis=2)
-    return out, Mamba3State(LinearAttentionState(kv, None), key, value, last_angle)
+    return out, Mamba3State(LinearAttentionState(kv, None), key, value, angles.last)
 
   def _entering(self, state, weight):
     """The state [B, H R, N, P] before a token that weights the one before it by weight [B, H]."""
@@ -241,10 +238,12 @@ class Mamba3(Mixer[Mamba3State]):
   def _gated(self, out, v, z):
     """[B, T, E] of the op's output [B, T, H R R, P], v and z [B, T, H, P]."""
     R, skip = self.rank, wide(self.skip[...])[:, None, None]
+    # As narrow as they are in memory, and before one is used: see `silu_gate`.
+    out, v, z = jax.lax.optimization_barrier((out, v, z))
     y = jnp.sum(wide(out).reshape(*v.shape[:3], R, R, self.head_dim), axis=3)
     y = y + skip * self._of_rank(v, self.mimo_v)
     y, z = y.swapaxes(2, 3), self._of_rank(z, self.mimo_z).swapaxes(2, 3)  # [B, T, R, H, P]
-    y = silu_gate(y, z) if self.norm is None else self.norm.per_head(y, gate=z)
+    y = y * jax.nn.silu(z) if self.norm is None else self.norm.per_head(y, gate=z)
     if self.mimo_o is None:
       return merge_heads(y[:, :, 0]).astype(self.dtype)
     y = jnp.einsum("btrhp,hrp->bthp", wide(y), wide(self.mimo_o[...]))

@@ -1,0 +1,78 @@
+"""Configurations of the rotations' kernels."""
+
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels.core import device, tuning
+
+CHUNK = 16  # tokens between two angles that are given
+LANES = 32
+WARPS = 4  # per CTA; each has every fourth head
+
+
+class Shape(NamedTuple):
+  """Sizes for which a configuration is chosen."""
+
+  chunks: int
+  heads: int
+  channels: int
+  pairs: int  # of channels that rotate
+
+  @property
+  def shape_class(self) -> str:
+    """The key of a device's table."""
+    return f"H{self.heads} N{self.channels} A{self.pairs}"
+
+
+def takes(heads: int, channels: int, pairs: int) -> bool:
+  """Whether there is a configuration for these sizes."""
+  whole = pairs % LANES == 0 and (channels - 2 * pairs) % LANES == 0
+  return heads % WARPS == 0 and whole and 0 < pairs and channels <= 8 * LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+  """How a kernel runs."""
+
+  heads: int  # of a CTA
+  ctas_per_sm: int
+
+  def chunks(self, shape: Shape) -> int:
+    """Chunks that a CTA computes one after another: enough CTAs for all SMs, where there are."""
+    ctas = shape.chunks * (shape.heads // self.heads)
+    number = 1
+    while shape.chunks % (2 * number) == 0 and ctas >= 2 * number * self._ctas():
+      number *= 2
+    return number
+
+  def _ctas(self):
+    return self.ctas_per_sm * device.current().sm_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Both kernels."""
+
+  forward: KernelConfig
+  backward: KernelConfig
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA by kernel."""
+    sums = 4 * WARPS * shape.channels
+    return {"forward": 0, "backward": 4 * CHUNK * self.backward.heads * shape.pairs + sums}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape."""
+    for name in ("forward", "backward"):
+      heads = getattr(self, name).heads
+      if heads % WARPS or shape.heads % heads:
+        raise ValueError(
+          f"rotations: {name}.heads={heads} must be a multiple of {WARPS} and divide {shape.heads}."
+        )
+
+
+def default(shape: Shape) -> Config:
+  """The configuration for a shape on the current device."""
+  heads = next(h for h in (8, 4) if shape.heads % h == 0)
+  config = Config(KernelConfig(heads, 4), KernelConfig(heads, 4))
+  return tuning.tuned("rotations", shape.shape_class, config)

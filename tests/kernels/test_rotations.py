@@ -1,0 +1,155 @@
+"""Rotations by running angles: their definition in float64, and the kernels, interpreted and lowered.
+
+Errors are those against NumPy's float64 transcription; of gradients, those against XLA's form in
+float64, which is compared with it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lnssm_jax.mixers.common.angles import chunk_angles, padded
+from lnssm_jax.ops.core.segments import segments_of
+from lnssm_jax.ops.rotations.api import rotations
+from lnssm_jax.ops.rotations.reference import angles
+from lnssm_jax.ops.rotations.types import Inputs
+from pallas_kernels.core import device
+from pallas_kernels.rotations.config import Config, KernelConfig, Shape
+from tests.kernels.lowered import kernels_in
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def drawn(T, H, N, A, R=1, G=1, seed=0):
+  """Arrays by name, float64: the arguments of `both`, and the documents of two rows."""
+  random = np.random.default_rng(seed)
+  normal = lambda *shape: random.normal(size=(2, *shape))
+  arrays = {
+    "keys": normal(T, R, G, N),
+    "queries": normal(T, R, G, N),
+    "key_offset": normal(H, R, N)[0],
+    "query_offset": normal(H, R, N)[0],
+    "pace": np.pi * np.tanh(normal(T, A)),
+    "step": np.exp(normal(T, H)),
+    "weight": np.exp(normal(T, H)),
+    "start": normal(H, A),
+  }
+  return arrays, np.cumsum(random.random((2, T)) < 0.1, axis=1)
+
+
+def both(x, ids, dtype, implementation):
+  """Keys, queries and the last angle of `drawn` arrays."""
+  B, T = ids.shape
+  segments = segments_of("test", ids, B, T)
+  found = chunk_angles(x["pace"], x["step"], x["start"], segments, None)
+  of_tokens = (padded(x[name]) for name in ("keys", "queries"))
+  others = (padded(x[name]) for name in ("pace", "step", "weight"))
+  offsets = x["key_offset"], x["query_offset"]
+  inputs = Inputs(*of_tokens, *offsets, *others, found.entering, found.keep)
+  k, q = rotations(inputs, dtype=dtype, implementation=implementation)
+  return {"k": k[:, :T], "q": q[:, :T], "last": found.last, "angle": angles(inputs)[:, :T]}
+
+
+def transcription(x, ids):
+  """The same token by token."""
+  (B, T, R, G, N), H, A = x["keys"].shape, x["step"].shape[-1], x["pace"].shape[-1]
+  k, q = np.zeros((2, B, T, H, R, N))
+  of_all = np.zeros((B, T, H, A))
+  for row in range(B):
+    angle = x["start"][row]
+    for t in range(T):
+      begins = t > 0 and ids[row, t] != ids[row, t - 1]
+      angle = (0 if begins else angle) + x["step"][row, t, :, None] * x["pace"][row, t]
+      turn, of_all[row, t] = np.exp(1j * angle)[:, None], angle
+      for out, name, factor in ((k, "key", x["weight"][row, t]), (q, "query", np.ones(H))):
+        of_groups = x["keys" if name == "key" else "queries"][row, t]  # [R, G, N]
+        z = np.repeat(of_groups.swapaxes(0, 1), H // G, axis=0) + x[f"{name}_offset"]
+        pair = (z[..., :A] + 1j * z[..., A : 2 * A]) * turn
+        parts = np.concatenate([pair.real, pair.imag, z[..., 2 * A :]], axis=-1)
+        out[row, t] = factor[:, None, None] * parts
+  return {"k": k, "q": q, "last": of_all[:, -1], "angle": of_all}
+
+
+@pytest.mark.parametrize("T", [1, 7, 70])
+@pytest.mark.parametrize(("R", "G"), [(1, 1), (3, 2)])
+def test_rotations_equal_their_definition(T, R, G):
+  x, ids = drawn(T, 4, 12, 3, R, G)
+  want = transcription(x, ids)
+  with jax.enable_x64(True):
+    found = jax.jit(lambda x: both(x, ids, jnp.float64, "reference"))(x)
+  assert np.abs(found["angle"]).max() < 3.2
+  for name in ("k", "q"):
+    np.testing.assert_allclose(found[name], want[name], rtol=1e-9, atol=1e-9)
+  for name in ("last", "angle"):
+    turns = (np.exp(1j * np.float64(z[name])) for z in (found, want))
+    np.testing.assert_allclose(*turns, rtol=1e-9, atol=1e-9)
+
+
+def errors(form, dtype, T, H, N, A):
+  """Of results and of all gradients, relative to the largest number of each."""
+  x, ids = drawn(T, H, N, A)
+  random = np.random.default_rng(1)
+  rounded = lambda z: np.float64(jnp.asarray(np.float32(z), dtype))
+  cotangents = {n: rounded(random.normal(size=(2, T, H, 1, N))) for n in "kq"}
+  names = [name for name in x if name not in ("keys", "queries")]
+
+  def call(x, dtype, form):
+    found = both(x, ids, dtype, form)
+    along = (jnp.sum(found[n] * cotangents[n].astype(dtype), dtype=x["step"].dtype) for n in "kq")
+    return sum(along), {n: found[n] for n in "kq"}
+
+  def run(x, dtype, form):
+    graph = jax.value_and_grad(functools.partial(call, dtype=dtype, form=form), has_aux=True)
+    (_, values), gradients = jax.jit(graph)(x)
+    return {"": values, "d ": gradients}
+
+  narrow = {n: jnp.asarray(z, F32 if n in names else dtype) for n, z in x.items()}
+  with jax.enable_x64(True):
+    want = run({n: np.float64(z) for n, z in narrow.items()}, jnp.float64, "reference")
+  found = run(narrow, dtype, form)
+  distance = lambda a, b: np.abs(np.float64(a) - np.float64(b)).max() / np.abs(np.float64(b)).max()
+  return {
+    prefix + name: distance(found[prefix][name], z)
+    for prefix, arrays in want.items()
+    for name, z in arrays.items()
+  }
+
+
+@pytest.mark.parametrize(
+  ("dtype", "shape"),
+  [
+    (F32, (70, 8, 96, 32)),
+    pytest.param(BF16, (70, 8, 128, 32), marks=pytest.mark.slow),
+    pytest.param(F32, (33, 4, 128, 64), marks=pytest.mark.slow),  # all channels rotate
+    pytest.param(F32, (40, 16, 64, 32), marks=pytest.mark.slow),
+  ],
+)
+def test_interpreted_kernels_equal_the_definition(dtype, shape):
+  limit = 2e-5 if dtype == F32 else 1e-2
+  found = errors("pallas_interpret", dtype, *shape)
+  assert len(found) == 10
+  assert all(error < limit for error in found.values()), found
+
+
+def test_unsupported_arguments_are_named():
+  x, ids = drawn(32, 4, 64, 16)
+  with pytest.raises(NotImplementedError, match="4 heads of 64 channels, 16 pairs of which rotate"):
+    both({n: jnp.asarray(z, F32) for n, z in x.items()}, ids, F32, "pallas_interpret")
+  config = Config(KernelConfig(8, 4), KernelConfig(6, 4))
+  with pytest.raises(ValueError, match=r"rotations: backward.heads=6 must be a multiple of 4"):
+    config.check(Shape(4, 24, 64, 32))
+
+
+def test_kernels_are_lowered_for_cuda(monkeypatch):
+  monkeypatch.setattr(device, "unsupported", lambda *_: None)
+  x, ids = drawn(64, 32, 128, 32)
+  x = {n: jnp.asarray(z, BF16 if n in ("keys", "queries") else F32) for n, z in x.items()}
+
+  def loss(x):
+    found = both(x, ids, BF16, None)
+    return jnp.sum(found["k"].astype(F32) * found["q"].astype(F32))
+
+  assert kernels_in(jax.grad(loss), x) == 2
