@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 def takes(heads: int, channels: int, pairs: int) -> bool:
   """Whether there is a configuration for these sizes."""
   whole = pairs % LANES == 0 and (channels - 2 * pairs) % LANES == 0
-  return heads % WARPS == 0 and whole and 0 < pairs and channels <= 8 * LANES
+  return heads % WARPS == 0 and whole and pairs > 0 and channels <= 8 * LANES
 
 
 @dataclasses.dataclass(frozen=True)

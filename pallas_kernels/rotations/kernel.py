@@ -10,7 +10,8 @@ or cosine is written to memory. The backward kernel computes them again, keeps t
 SMEM, and goes from its last token to its first:
 
     d angle_t = (what k_t and q_t give) + keep_{t+1} d angle_{t+1}
-    d step_t = sum over pairs of pace_t d angle_t         d pace_t = sum over heads of step_t d angle_t
+    d step_t = sum over pairs of pace_t d angle_t
+    d pace_t = sum over heads of step_t d angle_t
 
   prologue   this CTA's offsets
   mainloop   chunk by chunk: angles of its tokens; gradients of its tokens in reverse
@@ -197,7 +198,7 @@ def _rotated(x: _Vectors, cos, sin) -> _Vectors:
 def forward_kernel(inputs: Inputs, static: Static) -> Results:
   """k and q."""
   shape, config = inputs.shape, static.config.forward
-  R, H, N, A = inputs.keys.shape[0], shape.heads, shape.channels, shape.pairs
+  of = jax.ShapeDtypeStruct((inputs.keys.shape[0], shape.heads, shape.channels), static.dtype)
 
   def body(ins, outs):
     cta = _Cta(config, shape)
@@ -229,8 +230,6 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
 
     cta.each_chunk(compute, jnp.int32(0))
 
-  of = jax.ShapeDtypeStruct((R, H, N), static.dtype)
-  del A
   (results,) = _launch(body, "forward", (Results(of, of),), config, shape, static.interpret)(inputs)
   return results
 
