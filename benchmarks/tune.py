@@ -43,7 +43,10 @@ from benchmarks.kernels import SETS, compiled, milliseconds, worst
 from benchmarks.scan_kernels import Case
 from lnssm_jax import ops
 from lnssm_jax.ops.cross_entropy.api import cross_entropy
+from lnssm_jax.ops.rotations.api import rotations
+from lnssm_jax.ops.rotations.types import Inputs as Rotations
 from pallas_kernels.core import device, tuning
+from pallas_kernels.rotations.config import CHUNK
 
 Changes = dict[str, Any]  # of a configuration, as in a table
 
@@ -68,6 +71,23 @@ def _norm(normal, n):
 def _normalize(x, gate, scale, *, implementation):
   how = {"dtype": x.dtype, "implementation": implementation}
   return ops.normalize(x, gate=gate, scale=scale, **how)
+
+
+def _rotated(normal, n):
+  B, T, H, N = (n[x] for x in "BTHN")
+  shared = lambda: normal(B, T, 1, 1, N).astype(jnp.bfloat16)
+  arrays = {"keys": shared(), "queries": shared(), "pace": normal(B, T, n["A"])}
+  arrays |= {name: normal(H, 1, N) for name in ("key_offset", "query_offset")}
+  return arrays | {name: normal(B, T, H) for name in ("step", "weight")}
+
+
+def _rotate(*, implementation, **x):
+  """(keys + queries,)."""
+  (B, T, H), A, dtype = x["step"].shape, x["pace"].shape[-1], x["step"].dtype
+  entering, keep = jnp.zeros((B, T // CHUNK, H, A), dtype), jnp.ones((B, T), dtype)
+  inputs = Rotations(**x, entering=entering, keep=keep)
+  keys, queries = rotations(inputs, dtype=x["keys"].dtype, implementation=implementation)
+  return (keys + queries,)
 
 
 def _logits(normal, n):
@@ -99,6 +119,14 @@ CASES: dict[str, dict[str, Case]] = {
     "norm": Case(
       _normalize, {"x": "BTM", "gate": "BTM", "scale": "M"}, _norm,
       {"B": 8, "T": 2048, "M": 1024}, "BTM",
+    )
+  },
+  "rotations": {
+    "rotations": Case(
+      _rotate,
+      {"keys": "BTRGN", "queries": "BTRGN", "key_offset": "HRN", "query_offset": "HRN",
+       "pace": "BTA", "step": "BTH", "weight": "BTH"},
+      _rotated, {"B": 8, "T": 2048, "H": 32, "R": 1, "N": 128, "A": 32}, "BTHRN",
     )
   },
   "cross_entropy": {

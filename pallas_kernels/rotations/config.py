@@ -72,7 +72,7 @@ class Config:
 
 
 def default(shape: Shape) -> Config:
-  """The configuration for a shape on the current device."""
-  heads = next(h for h in (8, 4) if shape.heads % h == 0)
-  config = Config(KernelConfig(heads, 4), KernelConfig(heads, 4))
+  """The configuration for a shape on the current device. Measured on an H100 at H32 N128 A32."""
+  heads = lambda *sizes: next(h for h in sizes if shape.heads % h == 0)
+  config = Config(KernelConfig(heads(16, 8, 4), 8), KernelConfig(heads(8, 4), 8))
   return tuning.tuned("rotations", shape.shape_class, config)

@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
   @property
   def shape(self) -> Shape:
-    """What a configuration is chosen for."""
+    """Sizes for which a configuration is chosen."""
     L, H, A = self.entering.shape
     return Shape(L, H, self.keys.shape[1], A)
 

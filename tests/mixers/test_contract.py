@@ -149,7 +149,10 @@ def test_output_does_not_depend_on_later_tokens(name):
   for t in (1, 4, T - 1):
     x = inputs(B, T).at[:, t].add(100.0)
     disturbed = evaluate(random_mixer(name), x, state_before(name)).out
-    np.testing.assert_array_equal(disturbed[:, :t], out[:, :t])
+    # Mamba-3 multiplies what a token has of its own by a weight in which its successor counts, and
+    # divides by it: as much as that rounds, it shows.
+    rounding = 1e-6 if name == "mamba3" else 0
+    np.testing.assert_allclose(disturbed[:, :t], out[:, :t], rtol=rounding)
     assert not np.array_equal(disturbed[:, t], out[:, t])
 
 
