@@ -141,8 +141,12 @@ class AmpereConfig:
   def smem(self, shape: Shape) -> dict[str, int]:
     """Bytes of SMEM per CTA by kernel, for the variant of each that needs most."""
     tile, columns = 2 * self.chunk * TILE_WIDTH, shape.key_width // TILE_WIDTH
-    keys = 2 + shape.separate_erase_key
-    needed = {"recurrence": (3 + (keys + 1) * columns) * tile, "inverses": 6 * tile + 4 * 16 * 64}
+    keys = 2 + shape.separate_erase_key + shape.write_key
+    tiles = 6 if shape.write_key else 3  # of values, and of pairs of tokens
+    needed = {
+      "recurrence": (tiles + (keys + 1) * columns) * tile,
+      "inverses": 6 * tile + 4 * 16 * 64,
+    }
     return {name: size + _REDUCTIONS for name, size in needed.items()}
 
   def check(self, shape: Shape) -> None:

@@ -105,9 +105,10 @@ def attend(configuration):
   return call, inputs | {"segments": segments}
 
 
-def recall(channels):
+def recall(width, channels, write=False):
   """(function, arguments) of the delta rule with documents, with a decay per key channel or not."""
-  inputs, segments = test_delta_rule.arguments(128, 128, True, True, channels=channels)
+  how = {"channels": channels, "write": write}
+  inputs, segments = test_delta_rule.arguments(width, width, True, True, **how)
 
   def call(x):
     rest = {name: x[name] for name in inputs}
@@ -153,9 +154,10 @@ def programs():
   table = {f"linear_attention {x}": (*attend(x), True) for x in test_lowering.SOME}
   for suffix, length in (("", T), (", a token", 1)):
     table |= {f"{n}{suffix}": (*x, length > 1) for n, x in scans(B, length, D).items()}
-  table |= {f"delta_rule{x}": (*recall(bool(x)), True) for x in ("", ", decays per channel")}
-  for K, V in ((64, 64), (128, 128)):
-    table[f"attention, heads of {K}"] = *attend_softly(B, T, H, 2, K, V), True
+  table |= {f"delta_rule{x}": (*recall(128, bool(x)), True) for x in ("", ", decays per channel")}
+  table["delta_rule, a write key"] = *recall(64, True, write=True), True
+  for width in (64, 128):
+    table[f"attention, heads of {width}"] = *attend_softly(B, T, H, 2, width, width), True
   return table | {
     "normalize": (
       lambda x: ops.normalize(x["x"], scale=x["scale"], **kernels),

@@ -83,6 +83,7 @@ def test_tiles_that_no_query_sees_are_left_out():
   assert ROWS * 2 == TILE
 
 
+@pytest.mark.slow
 def test_documents_of_one_token_return_their_values():
   """A query that sees its own key alone: queries and keys get no gradient."""
   q, k, v = drawn(300)

@@ -195,8 +195,7 @@ DELTA_RULE = Scan(
     *(_on_kernels(case) for case in KERNEL_SWEEP),
     *(
       _on_kernels(case, "pallas_ampere_interpret")
-      for case in KERNELS + KERNEL_SWEEP[::2]
-      if case.keys in ("", "early")
+      for case in KERNELS + KERNEL_SWEEP[:6] + KERNEL_SWEEP[6::2]
     ),
   ],
   small=Case(T=23, K=3, V=4, decay="ordinary", channels=True, erase=True, chunk=8, state=False),

@@ -50,13 +50,6 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
-def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
-  """`unsupported`, by the kernels for all GPUs since Ampere."""
-  if inputs.write_key is not None and not _decodes(inputs, options):
-    return "write_key is given, and only the kernels for Hopper write with another key than k"
-  return unsupported(inputs, options)
-
-
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
   q, k, v, beta, log_decay, erase_key, write_key, state, _ = inputs

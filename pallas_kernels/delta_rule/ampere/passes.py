@@ -8,7 +8,8 @@ erase keys, which read all tokens but their own (L and r in `lnssm_jax/ops/delta
 So scores, decays inside a chunk and their gradients are linear attention's, called once for the
 queries and once for the erase keys. What is new is the inverse of I + diag(beta) L and the
 recurrence with it (`recurrence.py`). In the backward pass y, the cotangent of beta v - beta r S -
-beta L x - x, is to the reading by -beta e what G, the cotangent of out, is to that by q.
+beta L x - x, is to the reading by -beta e what G, the cotangent of out, is to that by q. A write
+key is one more key, with beta v in place of x, that both read inside a chunk.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,12 @@ from pallas_kernels.delta_rule.triangular_inverse import (
   triangular_inverse,
 )
 from pallas_kernels.delta_rule.types import Inputs, Options
-from pallas_kernels.linear_attention.ampere.gradients import GradientInputs, query_key_gradients
+from pallas_kernels.linear_attention.ampere.gradients import (
+  GradientInputs,
+  ValueInputs,
+  query_key_gradients,
+  value_gradients,
+)
 from pallas_kernels.linear_attention.ampere.passes import (
   decay_tables,
   gradient_of_tables,
@@ -53,13 +59,14 @@ class Residuals(NamedTuple):
   inputs: recurrence.Inputs  # of the recurrence; v and initial are None
   states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
   corrections: jax.Array  # [B, T, H, V] bfloat16: x
+  write: recurrence.Write | None
 
 
 def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[tuple[jax.Array, jax.Array], Residuals | None]:
   """The results of `op.delta_rule`, and what the backward pass needs of this one."""
-  q, k, erase_key, v, beta, log_decay, kv, _ = inputs
+  q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   H, T, channels = inputs.heads, q.shape[1], inputs.channels
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   tables: Any = None if channels else decay_tables(options, documents, T)(_of_heads(log_decay, H))
@@ -77,6 +84,11 @@ def forward(
   if options.erase_before_decay:
     erases = erases._replace(bonus=_no_bonus(H, k))
   by_erase_key = chunk_scores(erases, erase_keys=True, **how)
+  write: Any = None
+  if write_key is not None:
+    read, erased = (x._replace(k=write_key) for x in (reads, erases))
+    of_write, lower = chunk_scores(read, **how), chunk_scores(erased, erase_keys=True, **how).scores
+    write = recurrence.Write(of_write.k, of_write.scores, lower.astype(jnp.bfloat16))
   rate = jnp.pad(_of_heads(beta, H).swapaxes(1, 2), ((0, 0), (0, 0), (0, T - beta.shape[1])))
   prepared = recurrence.Inputs(
     q,
@@ -95,7 +107,7 @@ def forward(
     decays = {"before": tables.before, "after": tables.after, "decay": tables.total}
     prepared = prepared._replace(**decays)
   results = run_recurrence(
-    prepared._replace(v=v, initial=kv),
+    prepared._replace(v=v, initial=kv, write=write),
     heads=H,
     store=for_gradient,
     scale=options.scale,
@@ -103,7 +115,7 @@ def forward(
   )
   kept = None
   if for_gradient:
-    kept = Residuals(prepared, results.states, results.corrections)
+    kept = Residuals(prepared, results.states, results.corrections, write)
   return (results.out, results.last), kept
 
 
@@ -116,9 +128,10 @@ def backward(
   decays: bool,  # whether the decay wants a gradient
 ) -> Inputs:
   """Gradients of the inputs."""
-  q, k, erase_key, v, beta, log_decay, kv, _ = inputs
+  q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   H, T, channels, scale = inputs.heads, q.shape[1], inputs.channels, options.scale
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  masks = documents if channels else documents.mask_only
   d_out, d_last = cotangents
   d_out = jnp.zeros((*v.shape[:2], H, v.shape[3]), v.dtype) if d_out is None else d_out
   # `scale` multiplies the results.
@@ -142,50 +155,76 @@ def backward(
       lambda x: decay_tables(options, documents, T)(_of_heads(x, H)), log_decay
     )
     of_decays = {x: getattr(tables, x) for x in ("cumulative", "before", "after")}
-  by_query = GradientInputs(
-    q,
-    k,
-    kept.corrections,
-    d_out,
-    kept.states,
-    adjoints.states,
-    documents if channels else documents.mask_only,
-    **of_decays,
-  )
-  how: Any = {"heads": H, "length": options.length, "decays": decays, "backend": backend}
-  reads = query_key_gradients(by_query, scale=scale, **how)
   erase = _of_heads(k if erase_key is None else erase_key, H)
+  by_query = GradientInputs(
+    q, k, kept.corrections, d_out, kept.states, adjoints.states, masks, **of_decays
+  )
   by_erase_key = by_query._replace(
     q=(-rate * erase).astype(k.dtype),
     d_out=y,
     adjoints=None,
     bonus=_no_bonus(H, k) if options.erase_before_decay else None,
   )
-  erases = query_key_gradients(by_erase_key, scale=scale, **how)
+
+  def gradients(**keys):
+    """Of what queries and erase keys read, from k and x or from `keys`."""
+    how: Any = {"heads": H, "length": options.length, "decays": decays, "backend": backend}
+    both = (x._replace(**keys) for x in (by_query, by_erase_key))
+    return [query_key_gradients(x, scale=scale, **how) for x in both]
+
+  reads, erases = gradients()
   f32 = lambda x: x.astype(jnp.float32)
-  of_rate = scale * (f32(y) * f32(_of_heads(v, H))).sum(3) - (f32(erases.q) * f32(erase)).sum(3)
-  d_erase_key = -rate * f32(erases.q)
-  d_k = f32(reads.k) + f32(erases.k)
+  d_q, d_read, d_k = f32(reads.q), f32(erases.q), f32(reads.k) + f32(erases.k)
+  d_v = scale * rate * f32(y)
+  d_write_key: Any = None
+  d_log_decay: Any = [reads.log_decay, erases.log_decay]
+  if write_key is None:
+    of_values = scale * (f32(y) * f32(_of_heads(v, H))).sum(3)
+  else:
+    of_values = 0.0
+    of_reads, of_erases = gradients(k=write_key, v=v, states=None, total=None)
+    d_q, d_read = d_q + f32(of_reads.q), d_read + f32(of_erases.q)
+    d_write_key = f32(of_reads.k) + f32(of_erases.k)
+    d_log_decay += [of_reads.log_decay, of_erases.log_decay]
+    d_v = _written_values(kept.write, d_out, adjoints.states, d_v, scale, backend)
+  of_rate = of_values - (d_read * f32(erase)).sum(3)
+  d_erase_key = -rate * d_read
   if erase_key is None:
     d_k = d_k + d_erase_key
   of_groups = lambda d, like: sum_of_groups(d, like).astype(like.dtype)
   if not decays:
     d_log_decay = jnp.zeros_like(log_decay)
   elif channels:
-    d_log_decay = of_groups(scale * (reads.log_decay + erases.log_decay), log_decay)
+    d_log_decay = of_groups(scale * sum(d_log_decay), log_decay)
   else:
     tables_of = ("later", "earlier", "before")
     both = {x: getattr(reads, x) + getattr(erases, x) for x in tables_of}
     d_log_decay = scale * gradient_of_tables(reads._replace(**both), tables, tables_vjp)
   return Inputs(
-    of_groups(reads.q, q),
+    of_groups(d_q, q),
     of_groups(d_k, k),
     None if erase_key is None else of_groups(d_erase_key, erase_key),
-    of_groups(scale * rate * f32(y), v),
+    of_groups(d_v, v),
     of_groups(of_rate[:, : beta.shape[1], :, None], beta[..., None])[..., 0],
     d_log_decay,
     None if kv is None else scale * adjoints.last,
+    None if write_key is None else of_groups(d_write_key, write_key),
   )
+
+
+def _written_values(write, d_out, adjoints, corrections, scale: float, backend: Mma) -> jax.Array:
+  """[B, T, H, V] float32: the gradient of what the write key stores, beta v.
+
+  `corrections`: [B, T, H, V] float32, `scale` beta y, of the systems that subtract L^w beta v.
+  """
+  B, T, H, V = d_out.shape
+  of_reads = ValueInputs(write.key, d_out, write.scores, adjoints, None)
+  read = value_gradients(of_reads, heads=H, scale=scale, backend=backend).astype(jnp.float32)
+  lower = write.lower.reshape(B, H, T // C, C, C)
+  chunks = corrections.astype(lower.dtype).reshape(B, T // C, C, H, V)
+  sums = "bhnij,bnihv->bnjhv"
+  erased = jnp.einsum(sums, lower, chunks, preferred_element_type=jnp.float32)
+  return read - erased.reshape(B, T, H, V)
 
 
 def _of_heads(x: jax.Array, heads: int) -> jax.Array:

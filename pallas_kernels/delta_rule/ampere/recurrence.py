@@ -8,7 +8,12 @@ and with A the cotangent of S', G that of out, the transposes of these lines:
 
     y  = inverse^T (a k A + P^T G)    A' = g A + (b q)^T G - (b e)^T (beta y)
 
-With a decay per key channel q, k, e and P come decayed and b = a = 1. A CTA has 64 columns of
+With a decay per key channel q, k, e and P come decayed and b = a = 1. Where another key w than k
+writes the values, which are times beta, forward, with the pairs P^w and L^w of w,
+
+    x  = inverse beta (-L^w v - e S)     out  = q S + P x + P^w v     S' = g S + k^T x + w^T v
+
+A CTA has 64 columns of
 values of one head; its state [K, 64] stays in registers from chunk to chunk.
 """
 
@@ -39,6 +44,14 @@ from pallas_kernels.core.wgmma import (
 C = TILE_WIDTH  # tokens of a chunk
 
 
+class Write(NamedTuple):
+  """What a write key adds, or GMEM references or SMEM of it."""
+
+  key: Any  # [B, T, H, K] bfloat16: w; in SMEM [C, K]
+  scores: Any  # [B, H, T, C] bfloat16: P^w; in SMEM [C, C]
+  lower: Any  # [B, H, T, C] bfloat16: L^w; in SMEM [C, C]
+
+
 class Inputs(NamedTuple):
   """Arrays, or their GMEM references. Groups of heads may share q, k, erase_key, v."""
 
@@ -53,6 +66,7 @@ class Inputs(NamedTuple):
   before: Any = None  # [B|1, H, T|C] float32: b; None for 1
   after: Any = None  # [B|1, H, T|C] float32: a; None for 1
   initial: Any = None  # [B, H, K, V] float32: the first S or, in reverse, A; None for zeros
+  write: Any = None  # `Write`, forward; None for k
 
 
 class Results(NamedTuple):
@@ -74,6 +88,8 @@ class _Buffers(NamedTuple):
   inverse: Any  # [C, C]
   scores: Any  # [C, C]
   state: Any  # [K, 64]
+  write: Any = None  # `Write`
+  x: Any = None  # [C, 64], where v is read after it
 
   @property
   def erase(self) -> Any:
@@ -128,17 +144,24 @@ def recurrence(
     return backend.dots(Dots(pairs))[0]
 
   def forward(at, state, gmem: Inputs, outs: Results, smem: _Buffers):
+    x_smem, write = smem.v if smem.x is None else smem.x, smem.write
     old = weighted(product(smem.erase, smem.state), gmem.before, at)
-    right = (load_tile(smem.v) - old) * rows(gmem.rate, at)
-    smem.v[...] = right.astype(jnp.bfloat16)
-    x = backend.dot(smem.inverse, smem.v)
-    smem.v[...] = x.astype(jnp.bfloat16)
-    store_corrections(outs, smem.v, at)
+    if write is None:
+      right = load_tile(smem.v) - old
+    else:
+      right = -backend.dot(write.lower, smem.v, start=old)
+    x_smem[...] = (right * rows(gmem.rate, at)).astype(jnp.bfloat16)
+    x = backend.dot(smem.inverse, x_smem)
+    x_smem[...] = x.astype(jnp.bfloat16)
+    store_corrections(outs, x_smem, at)
     out = weighted(product(smem.q, smem.state), gmem.before, at)
-    out = backend.dot(smem.scores, smem.v, start=out)
+    out = backend.dot(smem.scores, x_smem, start=out)
     if gmem.after is not None:
-      smem.v[...] = weighted(x, gmem.after, at).astype(jnp.bfloat16)
-    state = backend.dot(transpose_ref(smem.k), smem.v, start=decayed(state, at, gmem.decay))
+      x_smem[...] = weighted(x, gmem.after, at).astype(jnp.bfloat16)
+    state = backend.dot(transpose_ref(smem.k), x_smem, start=decayed(state, at, gmem.decay))
+    if write is not None:
+      out = backend.dot(write.scores, smem.v, start=out)
+      state = backend.dot(transpose_ref(write.key), smem.v, start=state)
     target = outs.out.at[at.batch, at.tokens, at.head, at.channels]
     store_tile(target, out * scale, smem.scores)
     return state
@@ -167,6 +190,9 @@ def recurrence(
     copies += [(pairs(gmem.scores), smem.scores)]
     if gmem.erase_key is not None:
       copies.append((part(gmem.erase_key, everything), smem.erase_key))
+    if gmem.write is not None:
+      copies.append((part(gmem.write.key, everything), smem.write.key))
+      copies += [(pairs(x), y) for x, y in zip(gmem.write[1:], smem.write[1:], strict=True)]
     load_tiles(*copies)
     smem.state[...] = state.astype(jnp.bfloat16)
     if store:
@@ -190,11 +216,15 @@ def recurrence(
     store_unoptimized(outs.last.at[batch, head, :, columns], state)
 
   keys, tile = smem_tile(C, K), smem_tile(C, TILE_WIDTH)
-  erase_key = None if inputs.erase_key is None else keys
+  buffers = _Buffers(keys, keys, keys, tile, tile, tile, smem_tile(K, TILE_WIDTH))
+  if inputs.erase_key is None:
+    buffers = buffers._replace(erase_key=None)
+  if inputs.write is not None:
+    buffers = buffers._replace(write=Write(keys, tile, tile), x=tile)
   (results,) = plgpu.kernel(
     body,
     out_type=[outputs],
-    scratch_types=[_Buffers(keys, keys, erase_key, tile, tile, tile, smem_tile(K, TILE_WIDTH))],
+    scratch_types=[buffers],
     grid=(V // TILE_WIDTH, H, B),
     grid_names=("block", "head", "row"),
     interpret=backend.interpret,

@@ -72,7 +72,7 @@ class GradientInputs(NamedTuple):
   k: Any  # [B, T, H, K] bfloat16
   v: Any  # [B, T, H, V] bfloat16
   d_out: Any  # [B, T, H, V] bfloat16: G
-  states: Any  # [B, H, N, K, V] bfloat16: S
+  states: Any  # [B, H, N, K, V] bfloat16: S; None where other keys' gradients have its terms
   adjoints: Any  # [B, H, N, K, V] bfloat16: A; None for erase keys
   documents: DocumentBoundaries
   d_denominator: Any = None  # [B, H, T] float32: d; None without the normalizer, as the next two
@@ -92,7 +92,7 @@ class GradientOutputs(NamedTuple):
 
   q: Any  # [B, T, H, K] bfloat16
   k: Any  # [B, T, H, K] bfloat16
-  # [B, H, N, K] float32: the cotangent of the decay over the chunk; None for erase keys.
+  # [B, H, N, K] float32: the cotangent of the decay over the chunk; None without one of the states.
   d_total: Any = None
   log_decay: Any = None  # channel decays: [B, T, H, K], or [B, H, N, K] for constant ones, float32
   bonus: Any = None  # [B, H, N, K] float32
@@ -121,7 +121,7 @@ class _Cotangents(NamedTuple):
   """Cotangents that the chunk's values give, in registers."""
 
   d_scores: jax.Array  # [C, C]: dP, of pairs of one document
-  before: jax.Array  # [C, 64]: S G_i + d_i z
+  before: Any  # [C, 64]: S G_i + d_i z; None without states
   after: Any  # [C, 64]: A v_j + y; None for erase keys
   total: Any  # [64]: per column, the cotangent of the decay over the chunk; None unless asked for
 
@@ -135,23 +135,22 @@ def _from_values(at, channels, gmem: GradientInputs, smem: _Buffers, decays, hea
   """`_Cotangents`: sums over the columns of values, 64 at a time."""
   part = lambda x, columns: x.at[at.batch, at.tokens, shared_head(at.head, heads, x), columns]
   of_state = lambda x, columns: x.at[at.batch, at.head, at.chunk, channels, columns]
-  d_scores, before = (zero_accumulator(C, C) for _ in range(2))
+  has_states, d_scores = gmem.states is not None, zero_accumulator(C, C)
+  before: Any = zero_accumulator(C, C) if has_states else None
   after: Any = None if gmem.adjoints is None else zero_accumulator(C, C)
   overlap: Any = None
   for columns in blocks_of(gmem.v.shape[-1]):
-    load_tiles(
-      (part(gmem.d_out, columns), smem.d_out),
-      (part(gmem.v, columns), smem.v),
-      (of_state(gmem.states, columns), smem.state),
-    )
+    copies = [(part(gmem.d_out, columns), smem.d_out), (part(gmem.v, columns), smem.v)]
+    load_tiles(*copies, *([(of_state(gmem.states, columns), smem.state)] if has_states else []))
     d_scores = backend.dot(smem.d_out, transpose_ref(smem.v), start=d_scores)
-    before = backend.dot(smem.d_out, transpose_ref(smem.state), start=before)
+    if has_states:
+      before = backend.dot(smem.d_out, transpose_ref(smem.state), start=before)
     if gmem.adjoints is None:
       continue
-    entering = load_tile(smem.state) if decays else None
+    entering = load_tile(smem.state) if decays and has_states else None
     load_tiles((of_state(gmem.adjoints, columns), smem.state))
     after = backend.dot(smem.v, transpose_ref(smem.state), start=after)
-    if decays:
+    if entering is not None:
       added = jnp.sum(entering * load_tile(smem.state), axis=1)
       overlap = added if overlap is None else overlap + added
   total: Any = None
@@ -210,7 +209,7 @@ def _channel_decay(
   acc: Any = None
   if decays:
     acc = zero_accumulator(C, C)
-    if not isinstance(decay, ConstantDecay) and not cot.strict:
+    if not isinstance(decay, ConstantDecay) and cot.total is not None:
       whole = load_col_vector(gmem.total.at[at.batch, at.head, at.chunk, channels]) * cot.total
       acc = acc + broadcast_cols(whole, (C, C))
 
@@ -218,9 +217,11 @@ def _channel_decay(
   one_document = gmem.documents._replace(segment_ids=None)  # pairs of others are masked
   before = decay.exponent(BEFORE)
   _, all_meet = meet_at_start(before, limit, at, one_document, smem.vector)
-  d_q = select_rows(gmem.documents.sees_entering_state(at), cot.before * jnp.exp2(before))
-  if decays:
-    acc = decay.gradient(acc, queries() * d_q, BEFORE, left_smem)
+  d_q = zero_accumulator(C, C)
+  if cot.before is not None:
+    d_q = select_rows(gmem.documents.sees_entering_state(at), cot.before * jnp.exp2(before))
+    if decays:
+      acc = decay.gradient(acc, queries() * d_q, BEFORE, left_smem)
   d_k = zero_accumulator(C, C)
   if not cot.strict:
     rows = gmem.documents.reaches_leaving_state(at)
@@ -300,7 +301,8 @@ def query_key_gradients(
   outputs = GradientOutputs(*(array(jnp.bfloat16, B, T, H, K) for _ in range(2)))
   strict = inputs.adjoints is None
   if decays:
-    outputs = outputs._replace(d_total=None if strict else per_chunk)
+    both = inputs.states is not None and not strict
+    outputs = outputs._replace(d_total=per_chunk if both else None)
     if scalar:
       outputs = outputs._replace(later=table, earlier=table, before=table)
       outputs = outputs._replace(after=None if strict else table)
