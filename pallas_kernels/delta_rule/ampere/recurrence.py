@@ -45,7 +45,7 @@ C = TILE_WIDTH  # tokens of a chunk
 
 
 class Write(NamedTuple):
-  """What a write key adds, or GMEM references or SMEM of it."""
+  """Arrays that a write key adds, or GMEM references or SMEM of them."""
 
   key: Any  # [B, T, H, K] bfloat16: w; in SMEM [C, K]
   scores: Any  # [B, H, T, C] bfloat16: P^w; in SMEM [C, C]
