@@ -201,9 +201,17 @@ class Mamba3(Mixer[Mamba3State]):
       first, after = of_first(first, axis_name=axis), of_next(first, axis_name=axis)
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
     b, c = self._normalized(b, self.b_norm), self._normalized(c, self.c_norm)
-    offsets = self.b_offset[...], self.c_offset[...]
-    of_tokens = (padded(x) for x in (pace, dt, weight))
-    inputs = Rotations(padded(b), padded(c), *offsets, *of_tokens, angles.entering, angles.keep)
+    inputs = Rotations(
+      keys=padded(b),
+      queries=padded(c),
+      key_offset=self.b_offset[...],
+      query_offset=self.c_offset[...],
+      pace=padded(pace),
+      step=padded(dt),
+      weight=padded(weight),
+      entering=angles.entering,
+      keep=angles.keep,
+    )
     k, q = (x[:, :T] for x in rotations(inputs, dtype=self.dtype))
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
@@ -221,7 +229,7 @@ class Mamba3(Mixer[Mamba3State]):
       segment_ids=segment_ids,
     )
     out = self.o_proj(self._gated(out, v, z)).astype(self.dtype)
-    key, value = rotated(b[:, -1], offsets[0], angles.last), wide(v)[:, -1]
+    key, value = rotated(b[:, -1], inputs.key_offset, angles.last), wide(v)[:, -1]
     if axis is not None:
       key, value = of_last((key, value), axis_name=axis)
     kv = jnp.sum(recurrent.kv.reshape(B, H, R, *recurrent.kv.shape[2:]), axis=2)
