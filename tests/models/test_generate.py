@@ -305,7 +305,7 @@ def test_drawing_keeps_no_second_copy_of_the_state(model, started):
   start = read(model, prompts[:1]) if started else None
   tokens = stream(model, prompts, options, start=start)
   next(tokens)
-  gc.collect()
+  gc.collect(1)
   shape = jax.eval_shape(lambda: model.init_state(11)).mixer.h.shape
   assert not [x for x in jax.live_arrays() if x.shape == shape]
   next(tokens)
