@@ -37,6 +37,7 @@ def test_every_example_is_run_and_listed():
     assert f'run("{path.name}"' in tested and f"`{path.name}" in page
 
 
+@pytest.mark.slow
 def test_own_training_loop_lowers_the_loss(run):
   first, *_, last = losses(run("own_training_loop.py", "--steps", 21, "--rows", 2, "--dim", 32))
   assert last < first - 1
