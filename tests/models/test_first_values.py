@@ -1,6 +1,9 @@
 """RWKV-7 in a model: later layers mix their values with those of the first one."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -13,9 +16,8 @@ from tests.mixers.tiny import with_noise
 LAYERS, HEADS = 2, {"num_heads": 2}
 
 
-def expected(model, tokens):
+def expected(params, tokens):
   """Logits of one text in float64, by the reference of the mixer; without channel mixers."""
-  params = float64_params(model)
   x, first = params["embedding"][tokens], None
   for layer in range(LAYERS):
     own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
@@ -32,14 +34,22 @@ def rms_norm(x, scale):
   return scale * x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5)
 
 
-def test_later_layers_mix_their_values_with_the_first_layers():
-  """Of a text, of packed ones, and of tokens one by one."""
+@functools.cache
+def tiny():
+  """A model with noise in all parameters."""
   sizes = {"vocab_size": 11, "dim": 8, "num_layers": LAYERS, "channel_mixer": "none"}
   sizes |= {"mixer": "rwkv7", "norm": "rms", "embedding_norm": False, "tie_embeddings": True}
   graph, params = nnx.split(LanguageModel(**sizes, **HEADS, rngs=nnx.Rngs(0)))
-  model = nnx.merge(graph, with_noise(params))
-  tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-  want = np.concatenate([expected(model, tokens[0, :5]), expected(model, tokens[0, 5:])])
+  return nnx.merge(graph, with_noise(params))
+
+
+TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def test_later_layers_mix_their_values_with_the_first_layers():
+  """Of a text, of packed ones, and of tokens one by one."""
+  model, tokens, params = tiny(), TOKENS, float64_params(tiny())
+  want = np.concatenate([expected(params, tokens[0, :5]), expected(params, tokens[0, 5:])])
   packed = jax.jit(lambda model: model(tokens, segment_ids=np.array([[0] * 5 + [1] * 3]))[0])(model)
   assert relative_error(packed[0], want) < 3e-6
 
@@ -51,3 +61,24 @@ def test_later_layers_mix_their_values_with_the_first_layers():
     return generate._read_one(model, blocks, (states, None), tokens[:, 4])[1]
 
   assert relative_error(read(model)[0], want[4]) < 3e-6
+
+
+def test_gradients_of_all_parameters_equal_those_of_the_reference():
+  """Along a random direction of each, by differences in float64."""
+  random = np.random.default_rng(1)
+  weights = random.normal(size=(8, 11))
+  graph, params = nnx.split(tiny())
+  loss = lambda params: jnp.sum(nnx.merge(graph, params)(TOKENS)[0][0] * weights)
+  got = float64_params(nnx.merge(graph, jax.jit(jax.grad(loss))(params)))
+  leaves, tree = jax.tree.flatten(float64_params(tiny()))
+  step = 1e-5
+  for number, gradient in enumerate(jax.tree.leaves(got)):
+    direction = random.normal(size=gradient.shape)
+
+    def at(size, number=number, direction=direction):
+      moved = [x + size * direction if n == number else x for n, x in enumerate(leaves)]
+      return np.sum(weights * expected(tree.unflatten(moved), TOKENS[0]))
+
+    want = (at(step) - at(-step)) / (2 * step)
+    size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+    assert abs(np.vdot(gradient, direction) - want) <= 3e-6 * size + 1e-9, number
