@@ -74,9 +74,11 @@ class Body(NamedTuple):
   num_heads: int
   options: dict[str, Any] = {}  # noqa: RUF012
   sizes: dict[str, int] = {}  # noqa: RUF012
+  experts: dict[str, int] = {}  # noqa: RUF012
 
 
 _LARGE = {"dim": 2048, "channel_hidden": 5632}
+_EXPERTS = {"num_experts": 16, "experts_per_token": 4}
 BODIES = {
   "gla": Body("gla", 4),
   "delta_net": Body("delta_net", 8),
@@ -99,6 +101,8 @@ BODIES = {
   "rwkv7": Body("rwkv7", 16),
   "gla_1b3": Body("gla", 4, sizes=_LARGE),
   "lnssm_1b3": Body("lnssm", 16, sizes=_LARGE),
+  # 1.3B parameters, of which a token uses about 0.45B.
+  "moe": Body("gla", 4, sizes={"channel_hidden": 896}, experts=_EXPERTS),
 }
 
 
@@ -137,7 +141,8 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
       dim=sizes.dim,
       num_layers=sizes.num_layers,
       vocab_size=sizes.vocab_size,
-      channel_mixer="swiglu",
+      channel_mixer="moe" if body.experts else "swiglu",
+      channel_mixer_options=body.experts,
       channel_hidden=sizes.channel_hidden,
       norm="rms",
       embedding_norm=False,

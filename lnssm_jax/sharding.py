@@ -12,7 +12,8 @@ moments of an optimizer, whose paths end like those of the parameters.
 The rules shard every matrix along the model's width over the mesh axis "fsdp": each device holds a
 shard of each layer, and gathers a layer when it runs. The other axis, heads or the channels of
 channel mixers, is sharded over "tensor": each device computes with its shard, and the products that
-reduce over it are summed. Vectors are replicated.
+reduce over it are summed. Experts are sharded over "expert" (`lnssm_jax.models.experts`), and over
+"fsdp" as matrices are. Vectors are replicated.
 
 `RULES` is by the names that all mixers share. A mixer states rules for others in its class
 (`Mixer.sharding`); a name then means the same in every mixer.
@@ -40,6 +41,11 @@ RULES: Rules = (
   (r"lora_[ab]", (None, None)),  # factors of low rank
   (r"channel_mixer/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]
   (r"channel_mixer/down/kernel", ("tensor", "fsdp")),  # [hidden, D]
+  (r"channel_mixer/experts/(up|gate)/kernel", ("expert", "fsdp", None)),  # [E, D, hidden]
+  (r"channel_mixer/experts/down/kernel", ("expert", None, "fsdp")),  # [E, hidden, D]
+  (r"channel_mixer/shared/(up|gate)/kernel", ("fsdp", "tensor")),  # [D, hidden]
+  (r"channel_mixer/shared/down/kernel", ("tensor", "fsdp")),  # [hidden, D]
+  (r"channel_mixer/(router|shared_gate)/kernel", ("fsdp", None)),  # [D, any]
   (r"mixer/o_proj/kernel", ("tensor", "fsdp")),  # [heads, D]
   (r"mixer/(dt|beta|\w+_up)_proj/kernel", (None, _BOTH)),  # [any, D]
   (r"mixer/router_proj/kernel", ("fsdp", None)),  # [D, any]

@@ -20,7 +20,7 @@ TINY = model_step.Sizes.parse(
 
 def test_model_step_bodies_leave_all_but_their_sizes_at_the_defaults():
   sizes = {"mixer", "mixer_options", "num_heads", "dim", "num_layers", "vocab_size"}
-  shape = {"channel_mixer", "channel_hidden", "norm", "embedding_norm"}
+  shape = {"channel_mixer", "channel_hidden", "norm", "embedding_norm", "channel_mixer_options"}
   plain = Model(dim=8, num_layers=1, num_heads=1, vocab_size=9)
   for body in model_step.BODIES.values():
     model = model_step.settings(body).model

@@ -11,7 +11,15 @@ _HOMES = {
   "bidirectional": ("Bidirectional",),
   "block": ("NORMS", "Block", "BlockState"),
   "channel_mixers": (
-    *("CHANNEL_MIXERS", "GPT2MLP", "GeGLU", "RWKV4ChannelMix", "RWKV6ChannelMix", "SwiGLU"),
+    *(
+      "CHANNEL_MIXERS",
+      "GPT2MLP",
+      "GeGLU",
+      "MixtureOfExperts",
+      "RWKV4ChannelMix",
+      "RWKV6ChannelMix",
+      "SwiGLU",
+    ),
   ),
   "config": ("BackboneConfig", "ModelConfig", "VisionConfig"),
   "conversion": ("replace_mixers",),
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
   from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS as CHANNEL_MIXERS
   from lnssm_jax.models.channel_mixers import GPT2MLP as GPT2MLP
   from lnssm_jax.models.channel_mixers import GeGLU as GeGLU
+  from lnssm_jax.models.channel_mixers import MixtureOfExperts as MixtureOfExperts
   from lnssm_jax.models.channel_mixers import RWKV4ChannelMix as RWKV4ChannelMix
   from lnssm_jax.models.channel_mixers import RWKV6ChannelMix as RWKV6ChannelMix
   from lnssm_jax.models.channel_mixers import SwiGLU as SwiGLU

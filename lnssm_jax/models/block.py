@@ -10,9 +10,9 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer, redraw, shard_time
 from lnssm_jax.mixers.common.norms import NORMS
-from lnssm_jax.mixers.common.routing import Aux
+from lnssm_jax.mixers.common.routing import Aux, joined
 from lnssm_jax.models.bidirectional import SHARED, Bidirectional
-from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS, MixtureOfExperts
 from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
 from lnssm_jax.models.options import mixer_class
@@ -134,7 +134,7 @@ class Block(nnx.Module):
     *,
     dropout: LayerDropout | None = None,
   ) -> tuple[jax.Array, BlockState, Aux | None]:
-    """The same call with the auxiliary output of the mixer, None if it has none."""
+    """The same call with the auxiliary output of mixer and experts, None if there is none."""
     return self._run(self.mixer.with_aux, x, state, segment_ids, dropout)
 
   def _run(self, mix, x, state, segment_ids, dropout):
@@ -154,6 +154,9 @@ class Block(nnx.Module):
       y, x = self.channel_norm.add(x, y, self.dtype)
       if isinstance(self.channel_mixer, Mixer):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
+      elif isinstance(self.channel_mixer, MixtureOfExperts):
+        y, of_experts = self.channel_mixer.with_aux(y)
+        aux = joined(aux, of_experts)
       else:
         y = self.channel_mixer(y)
       y = dropped(y, AFTER_CHANNEL_MIXER)

@@ -1,7 +1,8 @@
 """Channel mixers: the part of a block that acts on each token separately, [..., D] -> [..., D].
 
 Those of RWKV also read the previous token, and so are `Mixer`s with a state. All take `hidden`, the
-number of hidden channels, in place of their default, but `Identity`; some have options.
+number of hidden channels, in place of their default, but `Identity`; some have options. One with
+experts also has `with_aux`, as mixers do.
 """
 
 import functools
@@ -17,7 +18,9 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
 from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive, check_rngs
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
+from lnssm_jax.mixers.common.routing import Aux, check_coefficient, check_selected
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
+from lnssm_jax.models.experts import NUM_EXPERTS, Router, mixture
 from lnssm_jax.ops.core.precision import wide
 
 
@@ -172,6 +175,126 @@ class GeGLU(GatedMLP):
   kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 
+class MixtureOfExperts(nnx.Module):
+  """The sum of a few gated MLPs, which a router selects for each token, and of a shared one.
+
+      y = scale * sum_j w_j W_down^j (activation(W_gate^j x) * W_up^j x) + shared(x)
+
+  over the `experts_per_token` experts j of the largest score. The router is computed in float32. No
+  token is dropped (`lnssm_jax.models.experts`). Documents and the order of tokens change nothing.
+
+  Args:
+    dim: D.
+    hidden: hidden channels of each expert; None takes those of `SwiGLU`.
+    num_experts: E.
+    experts_per_token: k.
+    shared_hidden: hidden channels of an expert of all tokens; None for none.
+    shared_gate: whether its output is multiplied by sigmoid(w x).
+    router: "softmax" or "sigmoid", of the scores W_router x: the score of an expert.
+    normalize_weights: whether w are the scores over their sum, or the scores.
+    weight_scale: the scale.
+    num_groups, groups_per_token: experts are in this many groups of equal size, and those of a
+      token in the groups whose two largest scores have the largest sum.
+    balance: coefficient of the balance loss (`mixers.common.routing.balance`); 0 leaves it out.
+    balance_bias: whether a bias per expert, float32 and zero at first, is added to scores for the
+      selection only. The optimizer moves it by a constant rate against the load of its expert.
+    activation: a name in `ACTIVATIONS`.
+
+  Kernels start as those of `SwiGLU`.
+  Sources: Switch Transformer (Fedus et al. 2021); shared experts, DeepSeekMoE (Dai et al. 2024);
+  sigmoid, groups and bias, DeepSeek-V3 (2024), whose published code has router="sigmoid",
+  weight_scale=2.5, num_groups=8, groups_per_token=4, balance_bias=True. Qwen3-Next's has 512
+  experts, experts_per_token=10, and shared_gate=True.
+  """
+
+  usual_width = staticmethod(swiglu_width)
+  usual_activation = "silu"
+
+  def __init__(
+    self,
+    dim: int,
+    *,
+    hidden: int | None = None,
+    num_experts: int = NUM_EXPERTS,
+    experts_per_token: int = 2,
+    shared_hidden: int | None = None,
+    shared_gate: bool = False,
+    router: str = "softmax",
+    normalize_weights: bool = True,
+    weight_scale: float = 1.0,
+    num_groups: int = 1,
+    groups_per_token: int = 1,
+    balance: float = 0.01,
+    balance_bias: bool = False,
+    activation: str | None = None,
+    dtype=jnp.float32,
+    param_dtype=jnp.float32,
+    rngs: nnx.Rngs,
+  ):
+    check_rngs(type(self).__name__, rngs)
+    hidden = _width(dim, hidden, self.usual_width)
+    check_selected("experts_per_token", experts_per_token, "num_experts", num_experts)
+    check_selected("groups_per_token", groups_per_token, "num_groups", num_groups)
+    size, rest = divmod(num_experts, num_groups)
+    if rest or experts_per_token > groups_per_token * size:
+      raise ValueError(
+        f"num_groups={num_groups} must divide num_experts={num_experts}, and groups_per_token="
+        f"{groups_per_token} groups must have experts_per_token={experts_per_token} experts."
+      )
+    if shared_gate and shared_hidden is None:
+      raise ValueError(
+        "shared_gate=True needs shared_hidden, the hidden channels of what it gates."
+      )
+    self.num_experts, self.dtype = num_experts, jnp.dtype(dtype)
+    kind = check_choice("router", router, ("softmax", "sigmoid"))
+    selection = experts_per_token, normalize_weights, weight_scale, num_groups, groups_per_token
+    self.route = Router(kind, *selection, check_coefficient("balance", balance))
+    mlp = functools.partial(
+      SwiGLU, dim, activation=activation, dtype=dtype, param_dtype=param_dtype
+    )
+    new = lambda key: mlp(hidden=hidden, rngs=nnx.Rngs(key))
+    self.experts: Any = jax.vmap(new)(jax.random.split(rngs.params(), num_experts))
+    linear = functools.partial(
+      nnx.Linear, use_bias=False, kernel_init=SwiGLU.kernel_init, rngs=rngs
+    )
+    self.router = linear(dim, num_experts)
+    self.router_bias = nnx.Param(jnp.zeros(num_experts)) if balance_bias else None
+    self.shared = None if shared_hidden is None else mlp(hidden=shared_hidden, rngs=rngs)
+    self.shared_gate = linear(dim, 1, param_dtype=param_dtype) if shared_gate else None
+
+  @property
+  def idle_entries(self) -> int:
+    """Entries of the experts' kernels that do not multiply a token."""
+    entries = sum(math.prod(layer.kernel.shape) for layer in self._layers)
+    return entries * (self.num_experts - self.route.experts_per_token) // self.num_experts
+
+  @property
+  def _layers(self):
+    return self.experts.gate, self.experts.up, self.experts.down
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.with_aux(x)[0]
+
+  def with_aux(self, x: jax.Array) -> tuple[jax.Array, Aux]:
+    """(y, the balance loss and the share of the tokens that select each expert)."""
+    tokens = x.reshape(-1, x.shape[-1])
+    kernel = wide(self.router.kernel[...])
+    logits = jnp.matmul(tokens.astype(kernel.dtype), kernel, precision="highest")
+    bias = None if self.router_bias is None else self.router_bias[...]
+    weights, indices, aux = self.route(logits, bias)
+    kernels = tuple(layer.kernel[...].astype(self.dtype) for layer in self._layers)
+    activation = ACTIVATIONS[self.experts.activation]
+    y = mixture(kernels, activation, tokens, weights, indices, self.num_experts)
+    y = y.reshape(x.shape).astype(self.dtype)
+    if self.shared is not None:
+      shared = self.shared(x)
+      if self.shared_gate is not None:
+        gate = jnp.matmul(wide(x), wide(self.shared_gate.kernel[...]), precision="highest")
+        shared = (jax.nn.sigmoid(gate) * shared).astype(self.dtype)
+      y = y + shared
+    return y, aux
+
+
 class RWKVChannelMix(Mixer[jax.Array]):
   r"""sigmoid(W_r x^r) * W_v relu(W_k x^k)^2, where x^s = mu_s * x_t + (1 - mu_s) * x_{t-1}.
 
@@ -277,6 +400,7 @@ CHANNEL_MIXERS: dict[str, type[Any] | None] = {
   "gpt2": GPT2MLP,
   "swiglu": SwiGLU,
   "geglu": GeGLU,
+  "moe": MixtureOfExperts,
   "rwkv4_channel_mix": RWKV4ChannelMix,
   "rwkv6_channel_mix": RWKV6ChannelMix,
   "identity": Identity,

@@ -40,7 +40,7 @@ STEPS = 3  # each step amplifies the rounding errors of those before
 
 def arranged(cfg, sizes: str):
   """Config with a mesh such as "2x2", and the mesh."""
-  axes = dict(zip(device_mesh.AXES, map(int, sizes.split("x")), strict=False))
+  axes = dict(zip((*device_mesh.AXES, "expert"), map(int, sizes.split("x")), strict=False))
   cfg = dataclasses.replace(cfg, mesh=Mesh(**{"data": 1} | axes))
   return cfg, device_mesh.make_mesh(cfg)
 

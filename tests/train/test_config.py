@@ -64,11 +64,12 @@ def test_settings_defaults_match_paper():
     "lora_rank": None,
     "lora_alpha": None,
     "lora_names": ["*_proj.kernel"],
+    "router_bias_rate": 1e-3,
     "ema_decay": None,
     "z_loss": 0.0,
     "logit_penalty": 0.0,
   }
-  assert to_dict(Mesh()) == {"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1}
+  assert to_dict(Mesh()) == {"data": -1, "fsdp": 1, "sequence": 1, "tensor": 1, "expert": 1}
   assert small().seed == 0
   assert small().accumulate == 1
 
@@ -100,7 +101,7 @@ def test_settings_dictionary_copied():
     (lambda: small(stepps=3), "no setting 'stepps' in Train; did you mean 'steps'?"),
     (lambda: small(peak_lr=1e-3), "no setting 'peak_lr'; did you mean 'optimizer.peak_lr'?"),
     (lambda: from_dict({"self": 1}), "no setting 'self' in Train"),
-    (lambda: Mesh(zzz=1), "no setting 'mesh.zzz' in Mesh; known are data, fsdp, sequence, tensor."),
+    (lambda: Mesh(zzz=1), "mesh.zzz' in Mesh; known are data, fsdp, sequence, tensor, expert."),
     (lambda: Optimizer(final_lr=1e-5), "optimizer.peak_lr is missing; it wants float."),
     # types
     (lambda: small(steps=1.5), "steps wants int, got 1.5."),

@@ -69,6 +69,21 @@ def test_flops_block_attention_match_hand_count():
     assert layer("lln", length) == round(8 * 64 * 64 + scan + 4 * 64 * keys)
 
 
+def test_flops_of_experts_count_those_of_a_token():
+  options = {"num_experts": 5, "experts_per_token": 2, "shared_hidden": 8, "balance_bias": True}
+  sizes = {"dim": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 1, "mixer": "linear_attention"}
+  none, some = (
+    Model(**sizes, channel_mixer=name, **given)
+    for name, given in (
+      ("none", {}),
+      ("moe", {"channel_hidden": 16, "channel_mixer_options": options}),
+    )
+  )
+  used = 3 * (64 * 5 + 2 * 3 * 64 * 16 + 3 * 64 * 8)  # router, two experts, the shared one
+  counts = [flops.model_flops_per_token(model, 64) for model in (some, none)]
+  assert counts[0] - counts[1] == 2 * used
+
+
 def test_flops_pattern_and_tied_head_counted():
   sizes = {"dim": 64, "num_heads": 4, "vocab_size": 50, "channel_mixer": "none"}
   count = lambda mixer, **more: flops.model_flops_per_token(Model(mixer=mixer, **sizes, **more), 32)

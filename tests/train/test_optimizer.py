@@ -228,3 +228,17 @@ def test_learning_rate_factors_scale_and_freeze_by_name():
 def test_optimizer_that_does_not_exist_rejected(options, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
     updates_of(tree(0), tree(1), **options)
+
+
+def test_router_biases_move_by_their_rate_whatever_the_gradient_and_others_as_without():
+  plain = {"name": "optax:identity", "clip_norm": 1e-3}
+  settings = Optimizer(peak_lr=0.5, final_lr=0.1, router_bias_rate=0.25, **plain)
+  tx, _ = make_optimizer(settings, 10)
+  kernel = {"router": {"kernel": jnp.arange(6.0).reshape(2, 3)}}
+  both = kernel | {"router_bias": jnp.zeros((2, 3))}
+  load = jnp.array([[0.2, -1e-3, 0.0], [-5.0, 7.0, 1e-9]])
+  updates, _ = tx.update(both | {"router_bias": load}, tx.init(both), both)
+  alone, _ = tx.update(kernel, tx.init(kernel), kernel)
+  assert updates["router_bias"].tolist() == [[-0.25, 0.25, 0.0], [0.25, -0.25, -0.25]]
+  of_kernels = (x["router"]["kernel"] for x in (updates, alone))
+  np.testing.assert_allclose(*of_kernels, rtol=1e-6)

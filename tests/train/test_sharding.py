@@ -80,6 +80,17 @@ def test_sharding_pairs_of_answers_same_training(run):
 
 
 @pytest.mark.slow
+def test_sharding_experts_same_training(run):
+  """Experts alone, with gathered parameters, and with time; their loads are those of all shards."""
+  options = {"num_experts": 4, "shared_hidden": 8, "balance_bias": True, "balance": 0.5}
+  changes = {"channel_mixer": "moe", "channel_hidden": 8, "channel_mixer_options": options}
+  changes = {f"model__{name}": value for name, value in changes.items()}
+  names = ("1", "1x1x1x1x4", "2x1x1x1x2", "1x2x1x1x2", "1x1x2x1x2", "1x2x1x2")
+  results = run("trained", *names, model__mixer="lrn", seq_len=8, **changes, **TRAINING)
+  same_training(results)
+
+
+@pytest.mark.slow
 def test_sharding_attention_dropout_same_masks(run):
   """Parameters and heads sharded too, and probabilities dropped."""
   changes = {"mixer": "softmax_attention", "mixer_options": {"attention_dropout": 0.3}}

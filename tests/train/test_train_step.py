@@ -106,6 +106,20 @@ def test_train_step_dropout_same_in_microbatches(tiny):
   assert_close(whole, parts, rtol=2e-6)
 
 
+@pytest.mark.slow
+def test_train_step_balances_experts_and_reports_their_shares(tiny):
+  options = {"num_experts": 4, "balance_bias": True, "balance": 0.5}
+  cfg = tiny(model__channel_mixer="moe", model__channel_mixer_options=options, seq_len=8)
+  cfg = dataclasses.replace(cfg, accumulate=2)
+  state, metrics = run(cfg, make_batch(cfg))
+  (aux,) = metrics["aux"]
+  bias = state["params"]["blocks"]["channel_mixer"]["router_bias"][0]
+  np.testing.assert_allclose(bias, -1e-3 * np.sign(aux.share - 0.5), rtol=1e-6)
+  assert set(np.sign(bias)) >= {-1, 1} and aux.share.sum() == pytest.approx(2)
+  row = aux_columns(metrics["aux"])
+  assert row["aux"][0]["dead"] == 0 and row["aux_loss"] == pytest.approx(0.5, rel=0.5)
+
+
 def test_train_step_adds_and_reports_auxiliary_losses(tiny):
   """Under "uniform" the router's whole gradient is that of the balance loss, microbatch by
   microbatch."""
@@ -301,6 +315,12 @@ def test_train_step_averages_parameters_but_not_over_skipped_steps(tiny):
 def test_mesh_too_many_devices_rejected(tiny, changes, message):
   with pytest.raises(ValueError, match=message):
     device_mesh.make_mesh(tiny(**changes))
+
+
+def test_mesh_of_more_shards_than_experts_rejected(tiny):
+  for changes, count in (({}, 0), ({"model__channel_mixer": "moe"}, 8)):
+    with pytest.raises(ValueError, match=f"mesh.expert=3 shards .* there are {count}, evenly"):
+      device_mesh.make_mesh(tiny(mesh__expert=3, **changes))
 
 
 def test_mesh_indivisible_sequence_rejected(tiny, monkeypatch):

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from lnssm_jax.models import count_parameters
 from lnssm_jax.pretrained import hugging_face
 from train import config
 from train.cluster import compile_cache, distributed
@@ -43,7 +42,7 @@ def describe(cfg: config.Train) -> None:
     params = abstract_state(cfg, mesh)["params"]
     for line in preflight.missing(cfg):
       console.say(f"missing     {line}")
-    console.say(f"model       {cfg.model.mixer}, {count_parameters(params):,} parameters")
+    console.say(f"model       {run_summary.describe(cfg.model, params)}")
     theirs = hugging_face.exportable(config.to_dict(cfg.model)).items()
     others = ", ".join(f"{layout} ({name})" for layout, name in theirs)
     console.say(f"exportable  {f'by --layout {others}' if others else 'in our own layout only'}")

@@ -1,8 +1,9 @@
-"""The device mesh of a run, with four axes, and the sharding of a batch.
+"""The device mesh of a run, with four axes or five, and the sharding of a batch.
 
 `data` replicates the parameters and shards the rows of a batch; `fsdp` shards both; `sequence`
 replicates the parameters and shards time; `tensor` replicates the batch and shards heads and
-channels.
+channels. `expert`, which only meshes with more than one shard of it have, shards the rows of a
+batch and the experts of a layer.
 """
 
 import math
@@ -11,29 +12,37 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lnssm_jax.models import experts
 from train import config
 from train.cluster import distributed
 
 AXES = ("data", "fsdp", "sequence", "tensor")  # neighbors along the last axis communicate most
-ROWS = ("data", "fsdp")  # axes that shard the rows of a batch
-BATCH = PartitionSpec(ROWS, "sequence")  # of arrays [B, T]
+ROWS = ("data", "fsdp", experts.AXIS)  # axes that shard the rows of a batch
 
 
 def make_mesh(cfg: config.Train) -> Mesh:
   """Builds the mesh of `cfg.mesh` over the first devices of `jax.devices()`.
 
   Raises:
-    ValueError: more devices requested than available, or a batch that cannot be sharded evenly.
+    ValueError: more devices requested than available, or a batch or experts that cannot be sharded
+      evenly.
   """
   devices = jax.devices()
-  sizes = [getattr(cfg.mesh, axis) for axis in AXES]
+  axes = AXES if cfg.mesh.expert == 1 else (*AXES, experts.AXIS)
+  sizes = [getattr(cfg.mesh, axis) for axis in axes]
   if -1 in sizes:
     fixed = math.prod(s for s in sizes if s != -1)
     sizes[sizes.index(-1)] = max(1, len(devices) // fixed)
-  count, time_shards, tensor = math.prod(sizes), *sizes[2:]
-  label = (
-    f"mesh.data={sizes[0]}, mesh.fsdp={sizes[1]}, mesh.sequence={time_shards}, mesh.tensor={tensor}"
-  )
+  count, time_shards, tensor = math.prod(sizes), *sizes[2:4]
+  label = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+  if experts.AXIS in axes:
+    given, shards = cfg.model.channel_mixer_options.get("num_experts"), sizes[-1]
+    found = (given or experts.NUM_EXPERTS) if cfg.model.channel_mixer == "moe" else 0
+    if found < 1 or found % shards or tensor > 1:
+      raise ValueError(
+        f"mesh.expert={shards} shards the experts of model.channel_mixer='moe', of which there are"
+        f" {found}, evenly, and without mesh.tensor; use another number, or mesh.expert=1."
+      )
   if count > len(devices):
     raise ValueError(
       f"{label} need {count} devices, but jax finds {len(devices)} ({devices[0].device_kind}); "
@@ -65,13 +74,14 @@ def make_mesh(cfg: config.Train) -> Mesh:
       )
   # Auto: the compiler chooses the shardings that are not given. jax.make_mesh defaults to Explicit.
   return Mesh(
-    np.array(devices[:count]).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    np.array(devices[:count]).reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes)
   )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Sharding of the arrays [B, T] of a batch."""
-  return NamedSharding(mesh, BATCH)
+  rows = tuple(axis for axis in ROWS if axis in mesh.axis_names)
+  return NamedSharding(mesh, PartitionSpec(rows, "sequence"))
 
 
 def mapped_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -86,7 +96,7 @@ def mapped_axes(mesh: Mesh) -> tuple[str, ...]:
   if jax.device_count() == 1:
     return ()
   if mesh.shape["tensor"] == 1:
-    return AXES
+    return mesh.axis_names
   return ("sequence",) if mesh.shape["sequence"] > 1 else ()
 
 

@@ -37,6 +37,9 @@ class Optimizer:
   sums W, so that checkpoints, evaluation and exports are those of any run; A, B and the moments, of
   A and B alone, are in the optimizer's state.
 
+  Biases by which routers select experts (`balance_bias` of the channel mixer "moe") move by
+  `router_bias_rate` per step, against the load of their expert (DeepSeek-V3, section 2.1.2).
+
   The gradient is that of the loss plus two penalties, means over predicted tokens with logits z:
   z_loss * logsumexp(z)^2 (PaLM; 1e-4 is usual), and logit_penalty / 2 * max(z)^2 (RWKV, LNSSM).
   """
@@ -60,6 +63,7 @@ class Optimizer:
   lora_rank: int | None = None  # of trained corrections to matrices; None trains all parameters
   lora_alpha: float | None = None  # times the corrections, over the rank; None: the rank
   lora_names: tuple[str, ...] = ("*_proj.kernel",)  # patterns of the matrices that get corrections
+  router_bias_rate: float = 1e-3  # step of the biases that balance experts
   ema_decay: float | None = None  # of an average of the parameters
   z_loss: float = 0.0  # weight of logsumexp(logits)^2
   logit_penalty: float = 0.0  # weight of max(logits)^2 / 2
@@ -92,7 +96,7 @@ class Optimizer:
       value = getattr(self, name)
       check(0 <= value < 1, f"optimizer.{name}={value} must be in [0, 1).")
     check(self.eps > 0, f"optimizer.eps={self.eps} must be positive.")
-    for name in ("weight_decay", "z_loss", "logit_penalty"):
+    for name in ("weight_decay", "router_bias_rate", "z_loss", "logit_penalty"):
       at_least(f"optimizer.{name}", getattr(self, name), 0)
     for pattern, factor in self.lr_factors.items():
       at_least(f"optimizer.lr_factors[{pattern!r}]", factor, 0)

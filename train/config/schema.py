@@ -265,13 +265,15 @@ class Mesh:
 
   `data` replicates the parameters and shards the batch; `fsdp` shards both; `sequence` replicates
   the parameters and shards time, so it must divide the sequence length; `tensor` replicates the
-  batch and shards heads and channels, that is each layer's parameters and matrix products.
+  batch and shards heads and channels, that is each layer's parameters and matrix products; `expert`
+  shards the batch, and the experts of the channel mixer "moe".
   """
 
   data: int = -1  # shards of the batch
   fsdp: int = 1  # shards of the batch and of the parameters
   sequence: int = 1  # shards of time
   tensor: int = 1  # shards of heads and channels
+  expert: int = 1  # shards of the batch and of experts
 
   def __post_init__(self):
     sizes = dataclasses.asdict(self)

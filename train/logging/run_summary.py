@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lnssm_jax.files.printable import shell_word
@@ -13,6 +14,8 @@ from train.data.streams import Stream
 from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
 from train.runs.run_folder import RunFolder
+from train.step import flops
+from train.step.model import build_model
 from train.step.state import State
 
 
@@ -24,6 +27,14 @@ def devices(console: Console, mesh: Mesh) -> None:
   console.say(f"device      {kind} x {mesh.size}{shared} (mesh: {layout})")
 
 
+def describe(model: config.Model, params: Any) -> str:
+  """The mixer and the number of parameters, with those that a token uses if it selects experts."""
+  count = count_parameters(params)
+  idle = flops.idle_entries(jax.eval_shape(lambda: build_model(model, jax.random.key(0))))
+  active = f", of which a token uses {count - idle:,}" if idle else ""
+  return f"{model.mixer}, {count:,} parameters{active}"
+
+
 def start(
   console: Console,
   cfg: config.Train,
@@ -33,7 +44,7 @@ def start(
   step: int,
 ) -> None:
   """Prints the model, the amount of data and the run folder."""
-  console.say(f"model       {cfg.model.mixer}, {count_parameters(state['params']):,} parameters")
+  console.say(f"model       {describe(cfg.model, state['params'])}")
   rows = cfg.steps * cfg.global_batch
   crops = "" if cfg.data.order == "windows" else " of random crops"
   amount = lambda windows, epochs: (

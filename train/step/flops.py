@@ -6,7 +6,8 @@ recomputation), nor norms, activations, feature maps, gates and exponentials.
 
     forward FLOPs per token = 2 * (entries of all kernels, including the head) + recurrences
 
-Every kernel entry is multiplied once per token: projections, low-rank and block-diagonal maps,
+Of experts only those that a token selects count. Every other kernel entry is multiplied once per
+token: projections, low-rank and block-diagonal maps,
 short convolutions. The networks that generate long filters run once for all tokens and are not
 counted. Of its recurrence a mixer states the FLOPs itself, `Mixer.recurrence_flops`
 (`lnssm_jax.mixers.common.flops` has the formulas).
@@ -21,6 +22,7 @@ import jax
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
+from lnssm_jax.models import MixtureOfExperts
 from lnssm_jax.models.options import mixer_class
 from train import config
 from train.step.model import build_model
@@ -78,9 +80,15 @@ def mixer_recurrence(mixer: Mixer, sequence_length: int) -> float:
 
 
 def kernel_entries(module: nnx.Module) -> int:
-  """Number of kernel entries, each multiplied once per token."""
+  """Number of kernel entries that multiply a token, once."""
   leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
-  return sum(x.size for path, x in leaves if is_kernel(path))
+  return sum(x.size for path, x in leaves if is_kernel(path)) - idle_entries(module)
+
+
+def idle_entries(module: nnx.Module) -> int:
+  """Number of parameters of experts that a token does not select."""
+  parts: Any = nnx.iter_modules(module)
+  return sum(part.idle_entries for _, part in parts if isinstance(part, MixtureOfExperts))
 
 
 def is_kernel(path: tuple[Any, ...]) -> bool:

@@ -67,6 +67,7 @@ def make_optimizer(
     *([_scale_by_name(factors)] if factors else []),
     optax.scale_by_learning_rate(schedule),
   )
+  transformation = _balancing(transformation, optimizer.router_bias_rate)
   if (rank := optimizer.lora_rank) is not None:
     scale = (optimizer.lora_alpha or rank) / rank
     key = jax.random.key(seed)
@@ -128,6 +129,23 @@ def _matrices(params: Any) -> Any:
 
   is_leaf = lambda x: isinstance(x, optax.MaskedNode)
   return jax.tree_util.tree_map_with_path(axes, params, is_leaf=is_leaf)
+
+
+def _balancing(inner: optax.GradientTransformation, rate: float) -> optax.GradientTransformation:
+  """Moves the biases of routers by `rate` against their gradient's sign; `inner` sees it as 0.
+
+  The gradient is the share of the tokens that select an expert, minus the mean over experts.
+  """
+  is_bias = lambda path: path[-1].key == "router_bias"
+  mapped = jax.tree_util.tree_map_with_path
+
+  def update(updates, state, params=None):
+    hidden = mapped(lambda path, x: jnp.zeros_like(x) if is_bias(path) else x, updates)
+    found, state = inner.update(hidden, state, params)
+    own = lambda path, x, new: -rate * jnp.sign(x) if is_bias(path) else new
+    return mapped(own, updates, found), state
+
+  return optax.GradientTransformation(inner.init, update)
 
 
 def _scale_by_name(factors: Mapping[str, float]) -> optax.GradientTransformation:

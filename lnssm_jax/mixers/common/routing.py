@@ -52,6 +52,13 @@ def balance(
   return Aux(loss.astype(jnp.float32), f.reshape(-1))
 
 
+def joined(first: Aux | None, second: Aux) -> Aux:
+  """The auxiliary output of a layer that selects twice: the sum of losses, the shares of both."""
+  if first is None:
+    return second
+  return Aux(first.loss + second.loss, jnp.concatenate([first.share, second.share]))
+
+
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The k parts of P with the largest probability, for each token.
 

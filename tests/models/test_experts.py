@@ -1,0 +1,129 @@
+"""Mixtures of experts against a loop over experts in float64, values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.models import MixtureOfExperts
+from lnssm_jax.models.settings import params_of
+
+D, F, E, K, SHAPE = 6, 5, 8, 3, (3, 7, 6)
+QWEN = {"shared_hidden": 4, "shared_gate": True}
+DEEPSEEK = {"router": "sigmoid", "weight_scale": 2.5, "num_groups": 4, "groups_per_token": 2}
+DEEPSEEK |= {"balance_bias": True, "shared_hidden": 4, "balance": 0.5}
+PLAIN = {"normalize_weights": False, "balance": 0.0}
+
+
+def selection(p, x, *, router="softmax", num_groups=1, groups_per_token=1, **_):
+  """bool [.., E] in NumPy, float64: token after token, group after group."""
+  logits = x @ p["router"]["kernel"]
+  s = np.exp(logits - logits.max(-1, keepdims=True))
+  s = s / s.sum(-1, keepdims=True) if router == "softmax" else 1 / (1 + np.exp(-logits))
+  ranked, size = s + p.get("router_bias", 0.0), E // num_groups
+  chosen = np.zeros(s.shape, bool)
+  for place in np.ndindex(s.shape[:-1]):
+    of_group = np.sort(ranked[place].reshape(num_groups, size))[:, -2:].sum(-1)
+    groups = np.argsort(of_group)[::-1][:groups_per_token]
+    allowed = [e for g in groups for e in range(g * size, (g + 1) * size)]
+    chosen[place][sorted(allowed, key=lambda e, of=ranked[place]: -of[e])[:K]] = True
+  return chosen
+
+
+def dense(p, x, chosen, *, router="softmax", weight_scale=1.0, normalize_weights=True,
+          balance=0.01, **_):  # fmt: skip
+  """(y, the balance loss), every expert applied to every token."""
+  mlp = lambda p, e=...: (
+    jax.nn.silu(x @ p["gate"]["kernel"][e]) * (x @ p["up"]["kernel"][e]) @ p["down"]["kernel"][e]
+  )
+  logits = x @ p["router"]["kernel"]
+  s = jax.nn.softmax(logits) if router == "softmax" else 1 / (1 + jnp.exp(-logits))
+  w = jnp.where(chosen, s, 0)
+  w = weight_scale * (w / w.sum(-1, keepdims=True) if normalize_weights else w)
+  y = sum(w[..., e : e + 1] * mlp(p["experts"], e) for e in range(E))
+  if "shared" in p:
+    gate = jax.nn.sigmoid(x @ p["shared_gate"]["kernel"]) if "shared_gate" in p else 1.0
+    y += gate * mlp(p["shared"])
+  mass = (s / s.sum(-1, keepdims=True)).reshape(-1, E).mean(0)
+  return y, balance * E / K * (mass * chosen.reshape(-1, E).mean(0)).sum()
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param(QWEN, id="qwen", marks=pytest.mark.slow),
+    pytest.param(PLAIN, id="plain", marks=pytest.mark.slow),
+    pytest.param(DEEPSEEK, id="deepseek"),
+  ],
+)
+def test_experts_values_and_gradients_match_a_loop_in_float64(options):
+  module = MixtureOfExperts(
+    D, hidden=F, num_experts=E, experts_per_token=K, **options, rngs=nnx.Rngs(0)
+  )
+  nnx.update(module, jax.tree.map(lambda x: 20 * x, nnx.state(module, nnx.Param)))
+  rng = np.random.default_rng(1)
+  if module.router_bias is not None:
+    module.router_bias[...] = jnp.asarray(rng.normal(size=E), jnp.float32)
+  graph, params = nnx.split(module, nnx.Param)
+  x, c = (rng.normal(size=SHAPE).astype(np.float32) for _ in range(2))
+
+  @jax.jit
+  def found(params, x):
+    def loss(params, x):
+      y, aux = nnx.merge(graph, params).with_aux(x)
+      return jnp.sum(c * y) + aux.loss, (y, aux)
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+
+  (_, (y, aux)), (d_params, d_x) = found(params, x)
+  wide = jax.tree.map(np.float64, (params_of(module), x))
+  chosen = selection(*wide, **options)
+  with jax.enable_x64(True):
+
+    def loss(p, x):
+      y, aux = dense(p, x, chosen, **options)
+      return jnp.sum(np.float64(c) * y) + aux, (y, aux)
+
+    (_, wanted), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*wide)
+    (want, want_aux), gradients = jax.tree.map(np.asarray, (wanted, gradients))
+  share = chosen.reshape(-1, E).mean(0)
+  assert share.min() < K / E < share.max()
+  np.testing.assert_allclose(aux.share, share, rtol=1e-6)
+  np.testing.assert_allclose(aux.loss, want_aux, rtol=1e-5, atol=1e-9)
+  np.testing.assert_allclose(y, want, rtol=0, atol=3e-6 * np.abs(want).max())
+  got = nnx.to_pure_dict(d_params), d_x
+  if module.router_bias is not None:  # what the optimizer takes the sign of
+    np.testing.assert_allclose(got[0].pop("router_bias"), share - K / E, rtol=0, atol=1e-6)
+    assert not gradients[0].pop("router_bias").any()
+  for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
+    np.testing.assert_allclose(x, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_experts_drop_no_token_where_all_select_one():
+  options = {"num_experts": E, "experts_per_token": 1, "balance_bias": True, "balance": 1.0}
+  module = MixtureOfExperts(D, hidden=F, **options, rngs=nnx.Rngs(0))
+  module.router_bias[...] = jnp.zeros(E).at[2].set(9.0)
+  x = jax.random.normal(jax.random.key(0), SHAPE)
+  of_one = lambda module, x: jax.tree.map(lambda leaf: leaf[2], module.experts)(x)
+  (y, aux), alone = jax.jit(lambda module, x: (module.with_aux(x), of_one(module, x)))(module, x)
+  np.testing.assert_allclose(y, alone, rtol=1e-5, atol=1e-9)
+  assert aux.share.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+  assert module.idle_entries == 3 * D * F * (E - 1)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"experts_per_token": 9}, "experts_per_token=9 is more than num_experts=8"),
+    ({"num_groups": 3}, "num_groups=3 must divide num_experts=8"),
+    ({"num_groups": 8}, "groups_per_token=1 groups must have experts_per_token=2 experts"),
+    ({"shared_gate": True}, "shared_gate=True needs shared_hidden"),
+    ({"router": "relu"}, "router='relu'"),
+    ({"balance": -1.0}, "balance=-1.0 must be a number of at least 0"),
+  ],
+)
+def test_experts_with_wrong_options_are_an_error(options, message):
+  with pytest.raises(ValueError, match=message) as error:
+    MixtureOfExperts(8, **options, rngs=nnx.Rngs(0))
+  assert "\n" not in str(error.value)
