@@ -28,6 +28,23 @@ COLORS = {  # of a mixer in all pictures, by the names that it has in them
   "metala": "darkviolet",
 }
 
+# Options of the newest mixers and of those that they are compared with, by name.
+NEWEST: dict[str, dict[str, Any]] = {
+  "softmax_attention": {},
+  "gla": {},
+  "gated_delta_net": {},
+  "mamba2": {},
+  "kda": {},
+  "gated_delta_net2": {},
+  "comba": {},
+  "delta_product": {},
+  "rwkv7": {},
+  "mamba3": {},
+  "mlstm": {},
+  "log_linear": {},
+  "short_conv": {},
+}
+
 
 def shortened(cfg: config.Train, *, tokens: int, length: int, batch: int) -> config.Train:
   """The run of a language model with at most `tokens`, scored and saved at its end alone.

@@ -10,12 +10,12 @@ Measured: nothing yet; it was not run.
 
 import dataclasses
 
-from experiments.small_runs import COLORS
-from experiments.sweeps import lm_longhorn, mqar_newest
+from experiments.small_runs import COLORS, NEWEST
+from experiments.sweeps import lm_longhorn
 from train.config import Train
 from train.sweeps import Plot, grid
 
-MODELS = {**mqar_newest.MODELS, "log_linear": {"max_length": lm_longhorn.LENGTH}}
+MODELS = {**NEWEST, "log_linear": {"max_length": lm_longhorn.LENGTH}}
 
 
 def make(model: str) -> Train:

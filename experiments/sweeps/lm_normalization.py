@@ -51,7 +51,7 @@ def make(model: str, positions: str) -> Train:
 SWEEP = grid(
   make,
   {"model": MODELS, "positions": POSITIONS},
-  learning_rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+  learning_rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
   seeds=range(7),
   folder="{model}-{positions}-lr{lr:g}-seed{seed}",
 )

@@ -15,27 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recall_sweep import Recall
-from experiments.small_runs import COLORS
+from experiments.small_runs import COLORS, NEWEST
 from train.config import Train, load_config
 from train.sweeps import Plot, grid
 
 WIDTH, BATCH, STEPS, ROWS, VOCABULARY = 128, 64, 4000, 64_000, 8192
 PAIRS = {128: 16, 512: 64}  # {length: pairs}
-MODELS: dict[str, dict[str, Any]] = {
-  "softmax_attention": {},
-  "gla": {},
-  "gated_delta_net": {},
-  "mamba2": {},
-  "kda": {},
-  "gated_delta_net2": {},
-  "comba": {},
-  "delta_product": {},
-  "rwkv7": {},
-  "mamba3": {},
-  "mlstm": {},
-  "log_linear": {"max_length": max(PAIRS)},
-  "short_conv": {},
-}
+MODELS = {**NEWEST, "log_linear": {"max_length": max(PAIRS)}}
 
 
 def make(model: str, length: int) -> tuple[Train, Recall]:
@@ -64,7 +50,7 @@ def make(model: str, length: int) -> tuple[Train, Recall]:
 SWEEP = grid(
   make,
   {"model": MODELS, "length": PAIRS},
-  learning_rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+  learning_rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
   seeds=(0, 1, 2, 3),
   folder="{model}-t{length}-lr{lr:g}-seed{seed}",
 )

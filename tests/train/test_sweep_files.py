@@ -1,5 +1,6 @@
 """Files of sweeps: what is in one, what is wrong, and those of the papers' comparisons."""
 
+import functools
 import json
 import random
 import runpy
@@ -212,10 +213,17 @@ def test_file_as_the_folder_of_a_sweep_is_one_line(place, reason, file, capsys, 
   assert capsys.readouterr().err == f"error: {message}\n"
 
 
+@functools.cache
+def loaded(path):
+  """The sweep of a file of the project, which takes a second or two."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("LNSSM_DATA", "folder")
+    return spec.load(path)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypatch):
-  monkeypatch.setenv("LNSSM_DATA", "folder")
-  sweep = spec.load(path)
+def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path):
+  sweep = loaded(path)
   of_labels = {}
   for run in sweep.runs:
     key = tuple(run.labels.items())
@@ -235,9 +243,9 @@ def test_sweep_file_has_three_seeds_and_swept_rates_of_each_model(path, monkeypa
 
 
 def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch, tmp_path):
-  monkeypatch.setenv("LNSSM_DATA", "folder")
+  monkeypatch.chdir(tmp_path)  # where no run is finished
   for path in (path for path in FILES if path.stem.startswith("lm_")):
-    sweep = spec.load(path, folder=tmp_path)
+    sweep = loaded(path)
     runs = tuning.chosen(sweep, planned=True)
     tokens = sum(x.cfg.steps * x.cfg.global_batch * x.cfg.seq_len for x in runs)
     # One seed at every rate, or at the first ones, the others at the best of them.
@@ -249,11 +257,10 @@ def test_sweeps_of_language_models_train_as_many_tokens_as_they_say(monkeypatch,
     assert f"{tokens / 1e6:.0f}M" in path.read_text(), path.stem
 
 
-def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities(monkeypatch):
-  monkeypatch.setenv("LNSSM_DATA", "folder")
+def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities():
   rows = runpy.run_path(str(ROOT / "configs/lcsm_wikitext103.py"))["SWEEP"]
   printed = {row.options["code"]: row.perplexity[0] for row in reversed(rows)}
-  codes = [x.labels["code"] for x in spec.load(ROOT / "experiments/sweeps/lm_lcsm.py").runs]
+  codes = [x.labels["code"] for x in loaded(ROOT / "experiments/sweeps/lm_lcsm.py").runs]
   found = [printed[code] for code in dict.fromkeys(codes)]
   assert len(found) == 12 and found == sorted(found, reverse=True)
 
