@@ -101,8 +101,11 @@ KERNELS = [
   Case(
     T=66, K=16, V=20, decay="weak", erase=True, channels=True, segments=True, keys="before", H=1
   ),
-  # Two blocks of key channels, whose decays differ; with weak ones the state passes the chunk.
-  *(Case(T=9, K=72, V=20, decay=decay, channels=True, H=1) for decay in ("uneven", "weak")),
+  # Two blocks of key channels: different decays; subchunks that are merged; a state that passes.
+  *(
+    Case(T=9, K=72, V=20, decay=decay, channels=True, H=1)
+    for decay in ("uneven", "ordinary", "weak")
+  ),
 ]
 KERNEL_SWEEP = [
   Case(T=66, K=16, V=20, decay="weak", channels=True, segments=True, keys="early", H=1),
