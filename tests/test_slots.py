@@ -13,7 +13,7 @@ WAYS = [
   {"temperature": 0},
   {"top_k": 5, "top_p": 0.9},
   {},
-  {"repetition_penalty": 1.5, "top_k": 40},
+  {"repetition_penalty": 30.0, "top_k": 40},  # tokens of the text are not drawn again
   {"top_p": 0.9},
   {"min_p": 0.1, "temperature": 0.5},
   {"top_k": 1},

@@ -100,13 +100,13 @@ def test_stream_continues_anywhere_as_if_it_had_not_stopped(name, tmp_path):
 
 @pytest.mark.parametrize("boundaries", ["reset", "ignore"])
 def test_windows_of_a_stream_are_those_of_token_files(tmp_path, boundaries):
-  """Of one epoch; the next one begins where the last document ends."""
+  """Of one epoch; the next begins where the last document ends. The third begins with a window."""
   with IndexedWriter(tmp_path / "a", np.uint16) as writer:
     for text in KEPT:
       writer.add_document([*text.encode(), 256])
-  files = TokenWindows(tmp_path / "a", 60, 257, boundaries)
+  files = TokenWindows(tmp_path / "a", 38, 257, boundaries)
   found, _ = batches(
-    Stream("documents_of_a_test:texts", BYTES, 60, 257, boundaries), len(files) // 4
+    Stream("documents_of_a_test:texts", BYTES, 38, 257, boundaries), len(files) // 4
   )
   for number in range(len(found) * 4):
     row = {name: x[number % 4] for name, x in found[number // 4].items()}

@@ -104,10 +104,17 @@ def test_splits_that_run_at_the_same_time(monkeypatch):
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
 
 
-@pytest.mark.parametrize("keys", [{"erase": True}, {"keys": "write"}], ids=["erase", "write"])
-def test_kernels_for_ampere_equal_the_reference(keys):
-  """In two chunks, with documents."""
-  case = Case(T=66, K=16, V=20, decay="ordinary", segments=True, H=1, chunk=None, **keys)
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(T=66, K=16, V=20, decay="ordinary", erase=True, segments=True, H=1, chunk=None),
+    Case(T=66, K=16, V=20, decay="ordinary", keys="write", segments=True, H=1, chunk=None),
+    Case(T=9, K=16, V=20, decay="weak", channels=True, keys="early", H=1, chunk=None),
+  ],
+  ids=["erase", "write", "channels"],
+)
+def test_kernels_for_ampere_equal_the_reference(case):
+  """In two chunks, with documents; with decays per channel and the gradient of a last state."""
   inputs = DELTA_RULE.inputs(case)
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_ampere_interpret", inputs)
 

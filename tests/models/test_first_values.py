@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from lnssm_jax import generate
+from lnssm_jax.mixers import RWKV7
 from lnssm_jax.models import LanguageModel, layers
 from tests.mixers.helpers import float64_params, relative_error
 from tests.mixers.references import rwkv as reference
@@ -82,3 +83,14 @@ def test_gradients_of_all_parameters_equal_those_of_the_reference():
     want = (at(step) - at(-step)) / (2 * step)
     size = np.linalg.norm(gradient) * np.linalg.norm(direction)
     assert abs(np.vdot(gradient, direction) - want) <= 3e-6 * size + 1e-9, number
+
+
+def test_widths_and_initial_values_are_those_of_the_published_code():
+  """Of the low-rank matrices, by fla's rule: 2.5, 2.5, 1.7 and 5 sqrt(D) to a multiple of 32."""
+  of = {"num_heads": 32, "layer": 1, "num_layers": 24}
+  wide = nnx.eval_shape(lambda: RWKV7(2048, **of, rngs=nnx.Rngs(0)))
+  downs = (wide.decay_down_proj, wide.rate_down_proj, wide.value_down_proj, wide.gate_down_proj)
+  assert [down.kernel.get_raw_value().shape[1] for down in downs] == [128, 128, 64, 224]
+  small = RWKV7(8, num_heads=2, layer=1, num_layers=2, rngs=nnx.Rngs(0))
+  want = 0.73 - 0.4 * (np.arange(8) / 7 - 0.5)
+  np.testing.assert_allclose(small.value_up_proj.bias[...], want, rtol=1e-6)

@@ -80,6 +80,11 @@ def test_replies_of_weight_0_and_other_ends_are_followed(tmp_path, chat):
   text = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
   (tmp_path / "chat_template.jinja").write_text(text)  # before that of tokenizer_config.json
   assert ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"][:2]).places == ((10, 19),)
+  # A later message has the other end.
+  ends = "{{ '<|im_end|>' if m.role == 'user' else '<end>' }}"
+  (tmp_path / "chat_template.jinja").write_text(text.replace("<end>", ends))
+  places = ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"]).places
+  assert places == ((15, 24), (41, 51))
 
 
 HI = {"role": "user", "content": "Hi"}

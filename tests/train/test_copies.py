@@ -202,8 +202,12 @@ def test_copies_average_parameters_after_each_step_and_not_without_targets():
   np.testing.assert_array_equal(exact("params", 1), before[1][0])  # no target of it counts
   np.testing.assert_array_equal(exact("ema", 1), before[1][1])
   assert metrics["tokens"].tolist() == [64, 0, 64]
+  state = copies.state
+  copies.state = state | {"spikes": {"mean": np.ones(3)}}  # as with skip_spikes
   copies.restart(jax.tree.map(lambda x: 2 * x, copies.params))
   np.testing.assert_array_equal(exact("ema", 0), exact("params", 0))
+  assert not copies.state["spikes"]["mean"].any()
+  copies.state = {name: copies.state[name] for name in state}
   copies.step(batch)
 
 

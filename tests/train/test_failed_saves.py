@@ -222,7 +222,8 @@ def test_failed_saves_of_another_process_are_not_waited_for(tmp_path, monkeypatc
     checkpoints.save(1, {"params": 0}, {})
     stuck = checkpoints._thread
     with monkeypatch.context() as patch:
-      patch.setattr(store.distributed, "any_of", lambda flag: True)  # one runs, and one has failed
+      answers = iter([True, True])  # one runs, and one has failed
+      patch.setattr(store.distributed, "any_of", lambda flag: next(answers, flag))
       checkpoints.save(2, {"params": 0}, {})
     assert said == [f"a save to {tmp_path} has failed in another process."]
     ends[1].set()
@@ -233,31 +234,61 @@ def test_failed_saves_of_another_process_are_not_waited_for(tmp_path, monkeypatc
   assert newest_step(tmp_path) == 2
 
 
-# One of two processes cannot write for a while; then it is told to stop.
+def test_failed_saves_begin_in_no_process_if_one_has_no_event_loop(tmp_path, monkeypatch):
+  """Orbax begins with one, and then with a barrier, at which it waits for the other processes."""
+  begun, told, any_of = [], [], store.distributed.any_of
+
+  def loop():
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+  monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda *_, **__: begun.append(1))
+  monkeypatch.setattr(store.asyncio, "new_event_loop", loop)
+  monkeypatch.setattr(store.distributed, "any_of", lambda flag: told.append(flag) or any_of(flag))
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
+    checkpoints.save(1, {"params": 0}, {})
+    assert "Too many open files" in str(checkpoints.failure())
+  assert True in told and not begun
+
+
+# One of two processes cannot save for a while; then it is told to stop.
 FAILING_ALONE = """
 import os, resource, signal, sys
+from orbax.checkpoint.experimental.v1._src.saving import execution
 from train.cli import process
 from train.logging.metric_reader import MetricReader
 
-push, limit = MetricReader.push, resource.RLIMIT_FSIZE
+harm, first, last, after = sys.argv[2], 12, 40, 60
+push, begin = MetricReader.push, execution._run_blocking_save
+failing = [False]
 
 def push_and_harm(self, step, metrics):
   push(self, step, metrics)
-  if os.environ["JAX_PROCESS_ID"] == "1":
-    if step in (12, 40):
-      unlimited = resource.RLIM_INFINITY
-      resource.setrlimit(limit, (0 if step == 12 else unlimited, unlimited))
-    elif step == 60:
-      os.kill(os.getpid(), signal.SIGUSR1)
+  if os.environ["JAX_PROCESS_ID"] != ("0" if harm == "folders" else "1"):
+    return
+  if step in (first, last):
+    failing[0] = step == first
+    if harm != "folders":
+      limit = resource.RLIMIT_FSIZE if harm == "files" else resource.RLIMIT_NOFILE
+      none = 0 if harm == "files" else len(os.listdir("/proc/self/fd")) - 1
+      hard = resource.getrlimit(limit)[1]
+      resource.setrlimit(limit, (none if failing[0] else hard, hard))
+  elif step == after:
+    os.kill(os.getpid(), signal.SIGUSR1)
 
-MetricReader.push = push_and_harm
+async def begin_or_fail(*args, **options):
+  if failing[0] and harm == "folders":
+    raise OSError(5, "Input/output error")
+  return await begin(*args, **options)
+
+MetricReader.push, execution._run_blocking_save = push_and_harm, begin_or_fail
 sys.argv[1:] = ["fit", "--config", sys.argv[1], "--stopped-code", "75"]
 process.run()
 """
 
 
 @pytest.mark.slow
-def test_failed_saves_of_one_of_two_processes_stop_neither(tiny, config_file, command):
+@pytest.mark.parametrize("harm", ["files", "descriptors", "folders"])
+def test_failed_saves_of_one_of_two_processes_stop_neither(harm, tiny, config_file, command):
   only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
   cfg = tiny(steps=100_000, checkpoint_every=5, eval_every=100_000, mesh__fsdp=2, **only)
   with socket.socket() as probe:
@@ -265,7 +296,7 @@ def test_failed_saves_of_one_of_two_processes_stop_neither(tiny, config_file, co
     address = f"localhost:{probe.getsockname()[1]}"
   processes = [
     command(
-      *("-W", "default", "-c", FAILING_ALONE, config_file(cfg)),
+      *("-W", "default", "-c", FAILING_ALONE, config_file(cfg), harm),
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES="2",
       JAX_PROCESS_ID=str(number),

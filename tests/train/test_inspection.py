@@ -22,7 +22,7 @@ from train.checkpoint.store import Checkpoints
 from train.cli.main import main
 from train.cluster.device_mesh import make_mesh
 from train.data.tokenizers import load_tokenizer
-from train.inspection import page, text
+from train.inspection import half_lives, page, text
 from train.inspection.arrays import OrbaxArrays
 from train.inspection.report import report, to_json
 from train.inspection.statistics import difference, statistics
@@ -320,6 +320,14 @@ def exported(folder, mixer):
   params = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), abstract)
   export.write(folder, model, params, load_tokenizer("bytes"), 1)
   return folder
+
+
+def test_half_lives_of_a_layer_are_summed_up():
+  row = half_lives._row(3, "GLA", np.array([[1.0, 2.0], [8.0, np.inf], [4.0, 4.0]]))
+  assert (row["layer"], row["mixer"], row["channels"]) == (3, "GLA", 6)
+  assert (row["shortest"], row["median"], row["longest"], row["slowest_head"]) == (1, 4, None, 1)
+  assert [row["quantiles"][n][0] for n in (0, 10, 20)] == [0, 50, 100]
+  assert row["quantiles"][10][1] == 4
 
 
 @pytest.mark.slow

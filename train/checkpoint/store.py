@@ -6,6 +6,7 @@ data position (one integer), digests of the training data, and the config; and a
 file (`train.checkpoint.digests`), without which it is not loaded.
 """
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -49,8 +50,6 @@ _TRIES = 20  # of readers, where each checkpoint is deleted while it is read
 _PATIENCE = 60.0  # seconds after which waiting for the disk is reported
 _LOOK = 1.0  # seconds between two questions whether the save has failed in another process
 
-# A thread that waits for a folder which cannot be created would keep the process for minutes.
-_ASYNC = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 _ORBAX = Path(orbax.checkpoint.__file__).parent
 _UNAWAITED = "coroutine '(OrbaxLayout|_SaveResponse|async_serialize)"
 _AFTERMATH = f"Event loop is closed|'_UnixSelectorEventLoop' .* '_ssock'|{_UNAWAITED}"
@@ -136,8 +135,13 @@ class Checkpoints:
     metadata = metadata | {"format": old_formats.FORMAT}
     try:
       written = None
+      _check_event_loops()
       if not distributed.on_first(lambda: self._is_whole(step, staging)):
-        with ocp.Context(async_options=_ASYNC):
+        # One process creates folders at once: a thread that waits for one which cannot be created
+        # would keep it for minutes. Several do so where a failure can be abandoned.
+        several = distributed.count() > 1
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=several)
+        with ocp.Context(async_options=options):
           written = ocp.save_checkpointables_async(
             str(staging), split(state), overwrite=True, custom_metadata=metadata
           )
@@ -241,6 +245,20 @@ class Checkpoints:
     """Removes unfinished folders, whose disk space the next save may need."""
     if distributed.is_first():
       step_folders.clear_leftovers(self.directory)
+
+
+def _check_event_loops() -> None:
+  """Raises OSError in all processes if one of them can have no event loop, for want of descriptors.
+
+  Orbax begins with one, and then with a barrier, at which the others would wait for that process.
+  """
+  failure = None
+  try:
+    asyncio.new_event_loop().close()
+  except OSError as error:
+    failure = error
+  if distributed.any_of(failure is not None):
+    raise failure or OSError("another process has no free descriptor")
 
 
 def load(
