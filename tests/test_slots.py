@@ -20,7 +20,7 @@ WAYS = [
   {"top_k": 100},
 ]
 MODELS = {
-  "lrn": ({"mixer": "lrn", "num_layers": 1}, 5, WAYS[1:2]),
+  "lrn": ({"mixer": "lrn", "num_layers": 1}, 5, WAYS[3:4]),
   "hybrid": (HYBRID, 24, WAYS),
   "cache": (
     {

@@ -50,6 +50,8 @@ _TRIES = 20  # of readers, where each checkpoint is deleted while it is read
 _PATIENCE = 60.0  # seconds after which waiting for the disk is reported
 _LOOK = 1.0  # seconds between two questions whether the save has failed in another process
 
+# A thread that waits for a folder which cannot be created would keep the process for minutes.
+_ASYNC = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 _ORBAX = Path(orbax.checkpoint.__file__).parent
 _UNAWAITED = "coroutine '(OrbaxLayout|_SaveResponse|async_serialize)"
 _AFTERMATH = f"Event loop is closed|'_UnixSelectorEventLoop' .* '_ssock'|{_UNAWAITED}"
@@ -133,21 +135,21 @@ class Checkpoints:
     self._clear()
     staging = self.directory / f"{step}{step_folders.SAVING}"
     metadata = metadata | {"format": old_formats.FORMAT}
+    written, begun = None, False
     try:
-      written = None
       _check_event_loops()
       if not distributed.on_first(lambda: self._is_whole(step, staging)):
-        # One process creates folders at once: a thread that waits for one which cannot be created
-        # would keep it for minutes. Several do so where a failure can be abandoned.
-        several = distributed.count() > 1
-        options = ocp.options.AsyncOptions(create_directories_asynchronously=several)
-        with ocp.Context(async_options=options):
+        begun = True
+        with ocp.Context(async_options=_ASYNC):
           written = ocp.save_checkpointables_async(
             str(staging), split(state), overwrite=True, custom_metadata=metadata
           )
     except Exception as error:
+      failure = _not_written(self.directory, step, error)
+      if begun and distributed.count() > 1:
+        raise failure from error  # the others wait at a barrier of Orbax until this process ends
       self._pending = Future()
-      self._pending.set_exception(_not_written(self.directory, step, error))
+      self._pending.set_exception(failure)
       return
     self._pending = self._thread.submit(self._finish, step, staging, written, self._abandoned)
 
