@@ -60,8 +60,10 @@ class LanguageModel(nnx.Module):
     self.embedding_dropout, self.drop_path = config.embedding_dropout, config.drop_path
     self.sequence_axis = sequence_axis
     pattern = pattern_of(config.mixer)
-    # A pattern of one is that mixer.
-    self.config = config if len(pattern) > 1 else dataclasses.replace(config, mixer=pattern[0])
+    # Of one class, so that equal models have equal graphs. A pattern of one is that mixer.
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
+    values["mixer"] = config.mixer if len(pattern) > 1 else pattern[0]
+    self.config = ModelConfig(**values)
     options = options_by_mixer(pattern, config.mixer_options, dim, config.num_heads)
     usual = "lnssm" if config.embedding_norm and not config.tie_embeddings else "gpt2"
     start = INITIALIZATIONS[config.initialization or usual](vocab_size, dim)

@@ -46,8 +46,23 @@ FEW = {
   "babilong-samples": "--tasks qa1 --samples 20 --lengths 0 1000",
   "niah": "--samples 1",
 }
-# What they need is not here: images, large models, packages, a machine with several devices.
-LEFT_OUT = ("vil-tiny", "configs/longhorn", "configs/lnssm", "experiments rouge", "task lm-eval")
+# What they need is not here: images, large models, packages, a machine with several devices, a model
+# with a chat template (that page has a test of its own).
+LEFT_OUT = (
+  "chat.py",
+  "vil-tiny",
+  "configs/longhorn",
+  "configs/lnssm",
+  "experiments rouge",
+  "task lm-eval",
+)
+  "chat.py",
+  "vil-tiny",
+  "configs/longhorn",
+  "configs/lnssm",
+  "experiments rouge",
+  "task lm-eval",
+)
 PROGRAMS = {"train": train.main, "experiments": experiments.main}
 STORIES = "".join("1 Al went home.\n2 Where is Al? \thome\t1\n" for _ in range(40))
 
@@ -69,6 +84,7 @@ def write_inputs() -> None:
   for folder in ("configs", "experiments/configs", "experiments/sweeps"):
     shutil.copytree(ROOT / folder, folder)
   Path("corpus.jsonl").write_text(rows(*texts, text=None))
+  Path("rows.jsonl").write_text(rows(*texts, text=None))
   Path("held.jsonl").write_text(rows(*texts, text=100))
   Path("chat.jsonl").write_text(rows(*texts, prompt=10, completion=20))
   Path("prompts.jsonl").write_text(rows(*texts[:2], prompt=10))
