@@ -47,15 +47,8 @@ FEW = {
   "niah": "--samples 1",
 }
 # What they need is not here: images, large models, packages, a machine with several devices, a model
-# with a chat template (that page has a test of its own).
+# with a chat template (its page has a test of its own).
 LEFT_OUT = (
-  "chat.py",
-  "vil-tiny",
-  "configs/longhorn",
-  "configs/lnssm",
-  "experiments rouge",
-  "task lm-eval",
-)
   "chat.py",
   "vil-tiny",
   "configs/longhorn",
