@@ -46,7 +46,7 @@ FEW = {
   "babilong-samples": "--tasks qa1 --samples 20 --lengths 0 1000",
   "niah": "--samples 1",
 }
-# What they need is not here: images, large models, packages, a machine with several devices, a model
+# What they need is not here: images, large models, packages, several devices, a model
 # with a chat template (its page has a test of its own).
 LEFT_OUT = (
   "chat.py",
