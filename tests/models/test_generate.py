@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -287,6 +288,15 @@ def test_start_of_another_number_of_rows_raises(model):
   start = read(model, [[1], [2]])
   with pytest.raises(ValueError, match="start has 2 rows for 3 prompts"):
     generate(model, [[1]] * 3, SamplingOptions(max_tokens=1), start=start)
+
+
+def test_length_of_a_row_counts_with_its_own_start():
+  """The longest prompt may follow the shortest text that was read."""
+  model, start = SimpleNamespace(max_length=12), SimpleNamespace(length=np.array([9, 2]))
+  rows = [np.ones(2, int), np.ones(9, int)]
+  generation._check_length(model, rows, 2, start)
+  with pytest.raises(ValueError, match="max_tokens=3 after a prompt of 11 tokens"):
+    generation._check_length(model, rows, 3, start)
 
 
 def test_stream_repeats_the_stop_token_and_ends_with_the_last_row(model, greedy):
