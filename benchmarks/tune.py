@@ -44,9 +44,9 @@ from benchmarks.scan_kernels import Case
 from lnssm_jax import ops
 from lnssm_jax.ops.cross_entropy.api import cross_entropy
 from lnssm_jax.ops.rotations.api import rotations
+from lnssm_jax.ops.rotations.types import CHUNK
 from lnssm_jax.ops.rotations.types import Inputs as Rotations
 from pallas_kernels.core import device, tuning
-from pallas_kernels.rotations.config import CHUNK
 
 Changes = dict[str, Any]  # of a configuration, as in a table
 

@@ -49,6 +49,7 @@ def test_mixer_in_a_flax_model_recalls_the_mark(run):
   assert float(printed.split("accuracy ")[1].split(",")[0]) > 0.9
 
 
+@pytest.mark.slow
 def test_finetune_published_trains_kernels_of_layers_only(run, tmp_path):
   text = tmp_path / "text.txt"
   text.write_text("one fish two fish red fish blue fish " * 40)

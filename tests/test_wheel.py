@@ -49,6 +49,7 @@ def metadata_of(wheel: Path):
   return Parser().parsestr(archive.read(name).decode())
 
 
+@pytest.mark.slow
 def test_sdist_holds_what_is_tracked(unpacked):
   if not (ROOT / ".git").exists():
     pytest.skip("not a checkout")

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from pallas_kernels.core import device, tuning
 
-CHUNK = 16  # tokens between two angles that are given
 LANES = 32
 WARPS = 4  # per CTA; each has every fourth head
 
@@ -14,6 +13,7 @@ class Shape(NamedTuple):
   """Sizes for which a configuration is chosen."""
 
   chunks: int
+  tokens: int  # of a chunk
   heads: int
   channels: int
   pairs: int  # of channels that rotate
@@ -59,7 +59,7 @@ class Config:
   def smem(self, shape: Shape) -> dict[str, int]:
     """Bytes of SMEM per CTA by kernel."""
     sums = 4 * WARPS * shape.channels
-    return {"forward": 0, "backward": 4 * CHUNK * self.backward.heads * shape.pairs + sums}
+    return {"forward": 0, "backward": 4 * shape.tokens * self.backward.heads * shape.pairs + sums}
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape."""

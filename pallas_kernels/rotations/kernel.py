@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.gradients import custom_vjp
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
-from pallas_kernels.rotations.config import CHUNK, LANES, WARPS, Config, KernelConfig, Shape
+from pallas_kernels.rotations.config import LANES, WARPS, Config, KernelConfig, Shape
 
 _TURN = 6.283185307179586
 
@@ -44,7 +44,7 @@ class Static(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """R = L `CHUNK` tokens of all rows, H heads, N channels, of which A pairs (i, i + A) rotate."""
+  """R tokens in L chunks, H heads, N channels, of which A pairs (i, i + A) rotate."""
 
   keys: jax.Array  # [R, N] bfloat16 or float32
   queries: jax.Array  # [R, N] likewise
@@ -60,7 +60,8 @@ class Inputs(NamedTuple):
   def shape(self) -> Shape:
     """Sizes for which a configuration is chosen."""
     L, H, A = self.entering.shape
-    return Shape(L, H, self.keys.shape[1], A)
+    R, N = self.keys.shape
+    return Shape(L, R // L, H, N, A)
 
 
 class Results(NamedTuple):
@@ -224,8 +225,8 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
       return tuple(angles)
 
     def compute(chunk, carry):
-      tokens = lambda n, angles: compute_token(chunk * CHUNK + n, angles)
-      lax.fori_loop(0, CHUNK, tokens, tuple(cta.entering(ins, chunk)))
+      tokens = lambda n, angles: compute_token(chunk * shape.tokens + n, angles)
+      lax.fori_loop(0, shape.tokens, tokens, tuple(cta.entering(ins, chunk)))
       return carry
 
     cta.each_chunk(compute, jnp.int32(0))
@@ -284,12 +285,12 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
 
     def keep_angles(chunk):
       def compute_token(n, angles):
-        angles = cta.angles(ins, chunk * CHUNK + n, angles)
+        angles = cta.angles(ins, chunk * shape.tokens + n, angles)
         for t, angle in enumerate(angles):
           store_unoptimized(place(n, t), angle)
         return tuple(angles)
 
-      lax.fori_loop(0, CHUNK, compute_token, tuple(cta.entering(ins, chunk)))
+      lax.fori_loop(0, shape.tokens, compute_token, tuple(cta.entering(ins, chunk)))
 
     def compute_token(n, token, d_angles, d_offsets):
       key = cta.parts(lambda n: cta.per_channel(ins.keys.at[token, n]))
@@ -334,11 +335,11 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
       keep_angles(chunk)
 
       def from_last(n, carry):
-        n = CHUNK - 1 - n
-        return compute_token(n, chunk * CHUNK + n, *carry)
+        n = shape.tokens - 1 - n
+        return compute_token(n, chunk * shape.tokens + n, *carry)
 
       start = tuple(cta.zeros(A) for _ in offsets), d_offsets
-      d_angles, d_offsets = lax.fori_loop(0, CHUNK, from_last, start)
+      d_angles, d_offsets = lax.fori_loop(0, shape.tokens, from_last, start)
       for t, d_angle in enumerate(d_angles):
         store_unoptimized(outs.entering.at[chunk, cta.heads(t)], d_angle)
       return d_offsets
@@ -351,7 +352,7 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
           parts,
         )
 
-  scratch = (plgpu.SMEM((CHUNK, config.heads, A), jnp.float32),)
+  scratch = (plgpu.SMEM((shape.tokens, config.heads, A), jnp.float32),)
   (results,) = _launch(body, "backward", (out_type,), config, shape, static.interpret, scratch)(
     _BackwardInputs(inputs, *cotangents)
   )

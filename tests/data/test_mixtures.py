@@ -33,6 +33,7 @@ def stream(mixture, steps, **options):
   return take(train_batches(mixture, **options), steps)
 
 
+@pytest.mark.slow
 def test_each_set_has_its_share_of_any_stretch_of_rows(mixture):
   found = np.array([each for each, _ in rows(stream(mixture, 110))])
   for number, share in enumerate(mixture.shares.values()):

@@ -116,6 +116,7 @@ def test_metadata_of_a_damaged_checkpoint_logs_nothing(trained, tmp_path, monkey
   assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_checkpoint_and_rows_of_another_run_rejected(trained, tmp_path):
   run, other = RunFolder(trained.run_dir), RunFolder(tmp_path / "other")
   trainer.fit(dataclasses.replace(trained, run_dir=str(other.path)))  # the same numbers

@@ -73,6 +73,7 @@ def test_callbacks_are_called_at_the_start_each_step_pause_and_evaluation_and_th
   ]
 
 
+@pytest.mark.slow
 def test_callback_that_returns_a_text_ends_the_run_with_its_step_saved(tiny, capsys):
   cfg = tiny(**of(HERE, end_at=6))
   result = trainer.fit(cfg)
@@ -82,6 +83,7 @@ def test_callback_that_returns_a_text_ends_the_run_with_its_step_saved(tiny, cap
   assert int(train.load_model(cfg.run_dir).step) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_run_without_callbacks_has_the_bits_of_one_with_them(tiny, tmp_path):
   plain = trainer.fit(tiny())
@@ -127,6 +129,7 @@ def test_best_checkpoint_opens_as_a_run(tiny, monkeypatch):
   ]
 
 
+@pytest.mark.slow
 def test_texts_and_losses_are_written_at_each_evaluation(tiny, monkeypatch):
   drawn = []
   monkeypatch.setattr(callbacks.plot, "draw", lambda *given: drawn.append(given))
@@ -173,6 +176,7 @@ def test_wrong_callback_raises_before_training(given, message, tiny):
     trainer.fit(tiny(callbacks=given))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_callbacks_of_a_resumed_run_may_change(tiny, fit_and_kill):
   fit_and_kill(tiny(), at=8)

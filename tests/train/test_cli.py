@@ -308,6 +308,7 @@ def test_generate_one_prompt_streams_several_printed(trained, config_file, capsy
     assert message in usage_error(capsys, "generate", "--config", config, *wrong)
 
 
+@pytest.mark.slow
 def test_generate_prompt_of_a_file_and_texts_that_end_it(trained, tmp_path, capsys, monkeypatch):
   capsys.readouterr()
   options = ("--run-dir", trained.run_dir, "--max-tokens", 20, "--temperature", 0)

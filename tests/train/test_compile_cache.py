@@ -153,6 +153,7 @@ def programs(tmp_path):
   return run
 
 
+@pytest.mark.slow
 def test_program_of_jax_with_another_programs_name_is_not_run(programs):
   programs(3.0)
   (ours,) = (path for name, path in programs.files().items() if "lambda" in name)

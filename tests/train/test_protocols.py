@@ -118,6 +118,7 @@ def write_documents(tmp_path):
   return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_run_reads_its_protocol_and_evaluates_by_another(tiny, capsys):
   cfg = tiny(steps=2, log_every=1, **PROTOCOL)
   seen = []

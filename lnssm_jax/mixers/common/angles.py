@@ -10,7 +10,7 @@ from lnssm_jax.mixers.common.spans import earlier, spans
 from lnssm_jax.ops.core.segments import Segments, positions
 from lnssm_jax.ops.core.sequence_parallel import states
 from lnssm_jax.ops.rotations.reference import within_a_turn
-from pallas_kernels.rotations.config import CHUNK
+from lnssm_jax.ops.rotations.types import CHUNK
 
 
 def running_angles(

@@ -8,7 +8,7 @@ import functools
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lnssm_jax.ops.rotations.types import Inputs, Options
+from lnssm_jax.ops.rotations.types import CHUNK, Inputs, Options
 from pallas_kernels.rotations import config, kernel
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
@@ -24,8 +24,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
     return f"steps have dtype {inputs.step.dtype}, and the kernels take float32"
   if R * G > 1:
     return f"there are {R} keys per token in {G} groups, and the kernels take one"
-  if T != L * config.CHUNK:
-    return f"chunks have {T // L} tokens, and the kernels take {config.CHUNK}"
+  if T != L * CHUNK:
+    return f"chunks have {T // L} tokens, and the kernels take {CHUNK}"
   if not config.takes(H, N, A):
     return (
       f"there are {H} heads of {N} channels, {A} pairs of which rotate, and the kernels take "
@@ -37,7 +37,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` takes the kernels for sizes like these."""
   del options
-  return inputs.keys.shape[1] > config.CHUNK
+  return inputs.keys.shape[1] > CHUNK
 
 
 def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+CHUNK = 16  # tokens, or all of a shorter sequence
+
 
 class Inputs(NamedTuple):
   """The arguments of every implementation; T tokens in L chunks."""
