@@ -312,6 +312,17 @@ def test_json_from_elsewhere_has_one_reader():
   assert parsed - OWN_JSON == {"lnssm_jax.files.checked_json"}
 
 
+def test_text_reaches_the_terminal_by_one_module():
+  """Which makes it printable: names and values from elsewhere may be anywhere in it."""
+  printing = {
+    name
+    for name, tree in trees("lnssm_jax", "train").items()
+    for node in nodes_of(tree)
+    if isinstance(node, ast.Name) and node.id == "print"
+  }
+  assert printing == {"train.messages"}
+
+
 def test_modules_and_public_names_have_docstrings():
   library = lambda name: name.startswith(("lnssm_jax", "pallas_kernels"))
   missing = {name: ["(module)"] for name, tree in sources().items() if not ast.get_docstring(tree)}

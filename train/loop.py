@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.messages import Say
+from train.messages import Say, show
 from train.runs.rows import Row
 
 
@@ -57,7 +57,7 @@ class Moment:
   path: Path = Path()
   evaluations: list[Row] = dataclasses.field(default_factory=list)
   metadata: Callable[[], dict[str, Any]] = dict
-  say: Say = print
+  say: Say = show
   metrics: Any = None
   waited: float = 0.0
   ended_by: str | None = None

@@ -136,9 +136,21 @@ def test_package_without_several_references_is_named(monkeypatch):
     ("asqa", "a.json", "{}", r"found dict, expected a list"),
     ("asqa", "a.json", '[{"question": "a"}]', r'row 1: expected "question" and "annotations"'),
     ("eli5", "a.json", '[{"question": "a"}]', r'row 1: expected "question" and "answer"'),
+    *(
+      (
+        *("asqa", "a.json", f'[{{"question": "a", "annotations": {value}}}]'),
+        r'row 1: expected "question" and "annotations" .*annotations.* is .*, expected ',
+      )
+      for value in ("5", "null", "true", "[5]", '[{"long_answer": 5}]')
+    ),
+    pytest.param("asqa", "a.json", "[" * 100_000, r"a.json: nested too deeply", id="nested"),
+    pytest.param("eli5", "a.json", f"[{'1' * 5000}]", r"a.json: a number has 5,000", id="digits"),
+    ("eli5", "a.json", '[{"question": "a", "answer": " "}]', r"row 1: a text or reference is em"),
     ("eli5", "a.json", "[]", r"a.json has no rows"),
+    ("scitldr", "a.jsonl", '{"source": ["a"], "target": []}', r"line 1: .*there is no reference"),
     ("scitldr", "a.jsonl", '{"source": "a"}', r'line 1: expected lists "source" and "target"'),
     ("wikilarge", "wiki.dst", "", r"wiki.dst is not a file NAME.src"),
+    ("wikilarge", "b.src", "\n", r"b.src, line 1: a text or reference is empty"),
     ("wikilarge", "b.src", "a\nb", r"b.src has 2 lines and .*b.dst has 1"),
     ("squad", "a.json", "[]", r"kind='squad' is not known; use one of asqa, eli5"),
   ],

@@ -36,7 +36,7 @@ def rewrite(path, change):
   path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
-def test_changed_model_of_equal_shapes_neither_evaluated_nor_exported(trained, tmp_path):
+def test_changed_model_of_equal_shapes_neither_evaluated_nor_exported(trained, tmp_path, capsys):
   run = RunFolder(trained.run_dir)
   rewrite(run.config_file, lambda c: c | {"model": c["model"] | {"num_heads": 4}})
   cfg = run.load_config()
@@ -52,6 +52,12 @@ def test_changed_model_of_equal_shapes_neither_evaluated_nor_exported(trained, t
     trainer.fit(cfg)
   rewrite(run.config_file, lambda c: c | {"model": c["model"] | {"num_heads": 2, "unroll": 1}})
   evaluation.run(run.load_config())  # the same function
+  assert "warning: " not in capsys.readouterr().err
+  rewrite(run.config_file, lambda c: c | {"seq_len": 16, "model": c["model"] | {"unroll": 1}})
+  loading.load_model(run.path)
+  line = capsys.readouterr().err
+  assert line.startswith(f"warning: {run.config_file} has changed since step 6 was saved, and is")
+  assert "seq_len=16, saved with 32" in line
 
 
 def test_changed_tokenizer_rejected_before_files_are_made(trained, tmp_path):

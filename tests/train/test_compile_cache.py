@@ -264,7 +264,15 @@ def test_key_is_private_and_that_of_all_processes_of_a_user(tmp_path, monkeypatc
 
 
 def test_kernels_that_are_no_files_are_rejected(tmp_path):
-  compile_cache._check_files(tmp_path)
-  os.mkfifo(tmp_path / "x.textproto")
+  folder, link, elsewhere = (tmp_path / name for name in ("kernels", "link", "elsewhere"))
+  folder.mkdir()
+  elsewhere.mkdir()
+  compile_cache._check_files(folder)
+  for place in (link, folder / "link"):
+    place.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"/link is a link, or no regular file; remove it"):
+      compile_cache._check_files(link if place == link else folder)
+  (folder / "link").unlink()
+  os.mkfifo(folder / "x.textproto")
   with pytest.raises(ValueError, match=r"x\.textproto is a link, or no regular file; remove it"):
-    compile_cache._check_files(tmp_path)
+    compile_cache._check_files(folder)

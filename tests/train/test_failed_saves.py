@@ -184,6 +184,17 @@ def test_file_replaced_in_spite_of_a_transient_error_of_a_sync(which, tmp_path, 
   assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_checkpoints_may_be_a_link_to_a_folder_elsewhere(save_quickly, tmp_path):
+  """On a larger disk: saves and deletions are there."""
+  elsewhere, link = tmp_path / "elsewhere", tmp_path / "checkpoints"
+  elsewhere.mkdir()
+  link.symlink_to(elsewhere)
+  for step in (1, 2):
+    finish(link, step)
+  assert link.is_symlink() and [path.name for path in elsewhere.iterdir()] == ["2"]
+  assert newest_step(link) == 2 and verify.report(link)[1]
+
+
 def test_failed_saves_a_retry_of_a_damaged_step_is_an_error(save_quickly, tmp_path, monkeypatch):
   """Only a folder that is whole is left as it is."""
   count = len(fail_once(monkeypatch, 0))

@@ -112,6 +112,16 @@ def test_odd_file_as_request_of_a_trace_reported_once(replace, tmp_path, monkeyp
   assert len(said) == 1 and ("is a link" in said[0] or "not a regular file" in said[0])
 
 
+def test_link_in_place_of_the_folder_of_traces_is_not_followed(tmp_path, monkeypatch):
+  said, traced, outside = [], [], tmp_path / "outside"
+  monkeypatch.setattr(jax.profiler, "start_trace", traced.append)
+  outside.mkdir()
+  (tmp_path / "traces").symlink_to(outside)
+  tracing.Tracer(tmp_path, range(1, 3), said.append, str).before_step(Moment(0, None))
+  assert traced == [] and not list(outside.iterdir())
+  assert len(said) == 1 and "traces is a link; links are not followed" in said[0]
+
+
 @ODD
 def test_odd_file_as_identity_of_a_logger_rejected(replace, tmp_path):
   assert loggers._identity(tmp_path / "wandb-id") == loggers._identity(tmp_path / "wandb-id")

@@ -1,5 +1,6 @@
 """Numbers, names and rows from elsewhere that no command may take as they are; killed sweeps."""
 
+import io
 import json
 import os
 import signal
@@ -183,3 +184,9 @@ def test_words_of_advised_commands_are_one_word_of_a_shell(text):
   assert word.isprintable()
   done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
   assert done.stdout == os.fsencode(text)
+
+
+@pytest.mark.parametrize(("encoding", "word"), [("ascii", r"$'\303\251 x'"), ("utf-8", "'é x'")])
+def test_words_of_advised_commands_are_those_that_the_terminal_has(encoding, word, monkeypatch):
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+  assert shell_word("é x") == word

@@ -1,5 +1,6 @@
 """Two runs in one folder: noticed with and without locks of the file system."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -73,6 +74,19 @@ def test_lock_of_an_ended_process_here_taken_over_at_once(changes, folder):
   assert json.loads((folder / FILE).read_text())["process"] == os.getpid()
   lock.close()
   assert list(folder.iterdir()) == []
+
+
+def test_names_in_the_file_of_a_lock_are_shown_printable_and_short(folder):
+  host = "\x1b]0;title\x07\x1b[2J\rerror: all is well\n" + "x" * 10_000
+  left_by(folder, host=host, process=ended_process())
+  said = []
+  with contextlib.closing(RunLock(folder, said.append)):
+    left_by(folder, host=host, process=host)
+    with pytest.raises(LockedError, match="another process is training in") as error:
+      RunLock(folder, print)
+  for line in (*said, str(error.value)):
+    assert r" on \x1b]0;title\x07\x1b[2J\rerror: all is well\n" in line
+    assert line.isprintable() and len(line) < 600
 
 
 @pytest.mark.usefixtures("quick")

@@ -206,6 +206,9 @@ def test_output_goes_to_devices_pipes_and_targets_of_links(tmp_path):
 def test_replaced_file_has_its_own_name_in_errors(tmp_path):
   error = raised(lambda: replace_file(tmp_path / "no folder" / "a.txt", b""))
   assert error.filename == str(tmp_path / "no folder" / "a.txt")
+  (tmp_path / "plot.png").mkdir()
+  found = explained(raised(lambda: replace_file(tmp_path / "plot.png", b"")))
+  assert found == (2, f"{tmp_path / 'plot.png'}: Is a directory; name a file.")
 
 
 # ---- commands ----

@@ -31,7 +31,7 @@ from lnssm_jax.pretrained import old_formats
 from train.checkpoint import digests, step_folders
 from train.checkpoint.step_folders import CheckpointError, DeletedError, Step, newest_step
 from train.cluster import distributed
-from train.messages import Say, first_line, warn
+from train.messages import Say, first_line, show, warn
 from train.step.state import State
 
 __all__ = [
@@ -76,7 +76,7 @@ class Checkpoints:
     directory: str | Path,
     *,
     keep: int,
-    say: Say = print,
+    say: Say = show,
     before: Callable[[], object] = lambda: None,
   ):
     self.directory, self._keep, self._say = Path(directory).absolute(), keep, say

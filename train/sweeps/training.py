@@ -22,7 +22,7 @@ from train.data import preflight
 from train.data.tokenize import prepare as prepare_text
 from train.logging.console import duration
 from train.loop import DivergedError, Moment
-from train.messages import Say
+from train.messages import Say, show
 from train.runs import bindings, run_folder
 from train.runs.rows import Row
 from train.runs.run_folder import InUseError, RunFolder, RunFolderError
@@ -107,7 +107,7 @@ def prepare(
   return groups, inputs
 
 
-def train(sweep: Sweep, *, most: int | None = None, say: Say = print) -> Outcome:
+def train(sweep: Sweep, *, most: int | None = None, say: Say = show) -> Outcome:
   """Trains the chosen runs of a sweep that are not finished; resumes those that were stopped.
 
   Other processes may do the same: each group is trained by the first that locks its runs, and the
