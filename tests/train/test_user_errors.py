@@ -20,6 +20,7 @@ from train.cli.errors import explained
 from train.cli.main import main
 from train.cluster import distributed, launcher
 from train.config import ConfigError, load_config
+from train.inspection.arrays import SafetensorsArrays
 from train.messages import show_generated
 from train.runs.run_folder import RunFolderError, claim
 from train.sweeps import tables
@@ -384,3 +385,12 @@ def test_many_arrays_are_shown_in_seconds(tmp_path, capsys):
   assert f"{count:,} numbers in {count} parameters" in capsys.readouterr().out
   line = error_of(capsys, "inspect", tmp_path, "--select", "b")
   assert "and 4,500 more" in line or "did you mean" in line
+
+
+def test_names_of_arrays_are_listed_a_few_times_however_many_are_compared(tmp_path, monkeypatch):
+  safetensors = pytest.importorskip("safetensors.numpy")
+  safetensors.save_file({f"a{n}": np.ones(1) for n in range(50)}, tmp_path / "x.safetensors")
+  looks, listed = [], SafetensorsArrays.__iter__
+  monkeypatch.setattr(SafetensorsArrays, "__iter__", lambda x: looks.append(x) or listed(x))
+  assert main(["inspect", str(tmp_path), "--compare", str(tmp_path)]) == 0
+  assert 0 < len(looks) < 50
