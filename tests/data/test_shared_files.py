@@ -129,6 +129,19 @@ def test_pair_being_replaced_has_all_files_and_no_mixture_is_read(weighted, tmp_
   assert IndexedDataset(prefix).sequence(0).tolist() == NEW[0]
 
 
+def test_pair_being_renamed_is_not_taken_for_one_of_an_ended_process(tmp_path, monkeypatch):
+  """By another writer of the same files, which removes what a killed one has left."""
+  replace = os.replace
+
+  def replace_after_another_writer(source, target):
+    atomic.remove_leftovers(Path(target))
+    replace(source, target)
+
+  monkeypatch.setattr(os, "replace", replace_after_another_writer)
+  write(tmp_path / "pair", OLD, weighted=True)
+  assert IndexedDataset(tmp_path / "pair").sequence(0).tolist() == OLD[0]
+
+
 def test_reader_waits_while_a_pair_is_being_replaced_but_not_for_damage(tmp_path, monkeypatch):
   prefix = tmp_path / "pair"
   write(prefix, OLD)
@@ -174,3 +187,11 @@ def test_documents_without_tokens_have_no_place_in_windows_of_whole_documents(tm
   write(tmp_path / "b", [[], [4], []])
   with pytest.raises(DataError, match="has no row of two tokens"):
     TokenWindows(tmp_path / "b", 4, 16, whole=[True])
+
+
+def test_row_of_two_documents_with_one_without_tokens_is_named(tmp_path):
+  """Its log-probability would be 0, more than that of any other."""
+  write(tmp_path / "a", [[1, 2], [3, 4], [5, 6], []])
+  for packed in (False, True):
+    with pytest.raises(DataError, match=r"a\.bin: row 2 has an answer without tokens \(1 in all\)"):
+      TokenWindows(tmp_path / "a", 4, 16, whole=[2], packed=packed)

@@ -26,6 +26,11 @@ def rows(
       f"{prefix}.bin has {len(sizes):,} documents, but rows of {documents} each (data.fields); use"
       " token files that were made with these fields."
     )
+  if documents > 1 and (empty := np.flatnonzero(np.asarray(sizes) == 0)).size:
+    raise DataError(
+      f"{prefix}.bin: row {empty[0] // documents + 1:,} has an answer without tokens"
+      f" ({empty.size:,} in all); leave such rows out."
+    )
   targets = (np.asarray(sizes) - 1).reshape(-1, documents).sum(1)
   longest = int(targets.max(initial=0))
   if longest <= 0:
