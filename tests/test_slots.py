@@ -1,5 +1,6 @@
 """`lnssm_jax.slots`: texts that join and leave a batch get the tokens that they get alone."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,6 +39,27 @@ def alone(model, row):
     list(generate.stream(model, [row.prompt], row.options, numbers=[row.number])), axis=1
   )
   return sampling.before_stop(tokens, row.options.stop_token).tolist()
+
+
+def test_rows_of_several_options_draw_what_each_draws_alone():
+  """From the same logits and with the same keys, whatever limits the others have."""
+  options = [SamplingOptions(max_tokens=1, **way) for way in WAYS[::2]]
+  choices = [sampling.choice_of(each, 100, False) for each in options]
+  logits = jnp.asarray(np.random.default_rng(0).normal(size=(20, 1, 100)), jnp.float32)
+  limits = [sampling.limits_of(each) for each in options]
+  of_rows = sampling.Limits(*(np.stack(x)[:, None] for x in zip(*limits, strict=True)))
+  keys = sampling.row_keys(0, 20)[:, None]
+  choice = sampling.common_choice(choices, 100)
+
+  @jax.jit
+  def together(key, logits):
+    logits, keys = jnp.repeat(logits, len(options), 0), jnp.repeat(key, len(options))
+    return sampling.draw(logits, keys, of_rows, choice)
+
+  got = np.array([together(*row) for row in zip(keys, logits, strict=True)])
+  for number, (own, alone) in enumerate(zip(limits, choices, strict=True)):
+    want = sampling.draw(logits[:, 0], keys[:, 0], own, alone)
+    np.testing.assert_array_equal(got[:, number], want, err_msg=str(options[number]))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ def test_row_cosines_are_those_of_rows():
   assert np.all(np.asarray(got[0, 0]) == 0)
 
 
+def test_row_cosines_of_complex_states_are_those_of_their_parts():
+  """A complex row is a real one of its real and its imaginary parts."""
+  real, imaginary = STATES[1, 2], STATES[0, 2]
+  want = analysis.row_cosine(np.concatenate([real, imaginary], axis=1))
+  np.testing.assert_allclose(analysis.row_cosine(real + 1j * imaginary), want, atol=1e-6)
+
+
 def test_states_of_documents_are_those_of_calls():
   lnssm, documents = model(), [TOKENS[0, :5], TOKENS[1], TOKENS[1, 3:4]]
   got = analysis.document_states(lnssm, documents)
@@ -116,12 +123,14 @@ def test_influence_with_reset_shows_what_crosses_a_boundary():
 
 
 def test_influence_on_a_mixer_is_the_difference_to_the_document_alone():
-  mixer, x = tiny.starting("lrn"), tiny.inputs(2, 9)
+  """Of a mixer with two recurrent states."""
+  mixer, x = tiny.starting("gsa"), tiny.inputs(2, 9)
   got = analysis.boundary_influence(mixer, x[:, :5], x[:, 5:], reset=False)
   (y, state), (alone, state_alone) = run(mixer, x), run(mixer, x[:, 5:])
   apart = lambda a, b: np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
+  flat = lambda state: np.hstack([z.reshape(2, -1) for z in analysis.matrices(state).values()])
   np.testing.assert_allclose(got.output[0], apart(y[:, 5:], alone), rtol=1e-4)
-  np.testing.assert_allclose(got.state[0], apart(state[0], state_alone[0]), rtol=1e-4)
+  np.testing.assert_allclose(got.state[0], apart(flat(state), flat(state_alone)), rtol=1e-4)
 
 
 @pytest.mark.slow

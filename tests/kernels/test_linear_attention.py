@@ -18,8 +18,11 @@ from lnssm_jax.ops.linear_attention import pallas
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, TILE_WIDTH, Backend
 from pallas_kernels.linear_attention import config
+from pallas_kernels.linear_attention.ampere import passes
+from pallas_kernels.linear_attention.ampere.states import StateInputs
 from pallas_kernels.linear_attention.config import CHUNK
 from pallas_kernels.linear_attention.sm90 import intra_chunk
+from pallas_kernels.linear_attention.types import Options
 from tests.kernels.interpreted import (
   MASKED_LATER,
   assert_promises,
@@ -163,6 +166,26 @@ def test_pairs_meet_at_the_start_or_where_blocks_merge():
 def test_a_sequence_in_splits_for_ampere(case, monkeypatch):
   monkeypatch.setattr(config, "num_splits", lambda *sizes: 2)
   check(dataclasses.replace(case, chunk=None), implementation=AMPERE)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_splits_for_ampere_have_the_states_of_one(reverse):
+  """The pass along the chunks alone: two splits of a chunk each, two blocks of values."""
+  rng = np.random.default_rng(0)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  K, V, T = TILE_WIDTH, 2 * TILE_WIDTH, 2 * CHUNK
+  a, b = (array(1, T, 1, width).astype(BF16) for width in (K, V))
+  decay = jax.nn.sigmoid(array(1, 1, 2, K))
+  inputs = StateInputs(a, b, None, decay, array(1, 1, K, V))
+
+  def along(num_splits):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    options = Options(1.0, T, num_splits, False, config.AmpereConfig(), interpret)
+    results = passes._along_chunks(inputs, options, 1, store_states=True, reverse=reverse)
+    return results.states, results.last[:, :, 0 if reverse else -1]
+
+  for got, want in zip(along(2), along(1), strict=True):
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,7 @@ def test_logits_that_are_nan_are_named(model):
     generate(broken, [*rows, rows[0]], greedy)
   ended = dataclasses.replace(greedy, stop_token=int(first[1]))
   assert as_lists(generate(broken, [*rows, rows[0]], ended)) == [first[:1].tolist()] * 4
+  rows += [row for row in ([4, 5, 6], [7, 8, 9]) if first[1] not in row][:1]
+  want = as_lists(generate(model, rows, ended))
+  assert [len(text) for text in want] == [1, 1, 1, 3]  # one continues when the others have ended
+  assert as_lists(generate(broken, rows, ended)) == want

@@ -75,10 +75,14 @@ def test_layers_of_a_pattern_run_in_order_with_keys_of_their_own():
 
 
 def test_layers_of_a_pattern_are_built_with_their_numbers_in_the_model():
-  record = lambda mixer, key, layer: nnx.Dict(number=nnx.Param(layer))
+  """And with keys of their own: layers of equal mixers do not start alike."""
+  data = jax.random.key_data
+  record = lambda mixer, key, layer: nnx.Dict(number=nnx.Param(layer), key=nnx.Param(data(key)))
   stacks = layers.make_blocks(record, PATTERN, 5, jax.random.key(0))
   found = [stacks[str(place)]["number"][...].tolist() for place in range(3)]
   assert found == [[0, 3], [1, 4], [2]]
+  keys = np.concatenate([stacks[str(place)]["key"][...] for place in range(3)])
+  assert len(np.unique(keys, axis=0)) == 5
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from lnssm_jax.pretrained import ExportError, exports, folders, hugging_face, safetensors
 from lnssm_jax.pretrained.families import FAMILIES, common, family_of, layers
 from lnssm_jax.pretrained.families.fields import Field, Fixed, Free, Same
-from tests.pretrained.published import GOLDEN, REAL, real, write_folder
+from tests.pretrained.published import GOLDEN, REAL, real, recorded, write_folder
 
 LAYOUTS = {"hf", "fla", "mamba_ssm"}
 _logits = jax.jit(lambda model, tokens: model(tokens)[0])
@@ -133,6 +133,36 @@ def test_settings_of_mamba_ssm_left_out_have_the_defaults_of_its_layer(layer):
     assert settings_or_reason(wide | {"ssm_cfg": {"layer": layer}}) == settings_or_reason(
       full | wide | {"ssm_cfg": options | {"layer": layer, "headdim": classes[layer]["headdim"]}}
     )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 16
+
+# (case, changes, settings that are left out, with the values of the class)
+LEFT_OUT = [
+  ("lfm2", {"intermediate_size": 150}, {"block_multiple_of": 256}),
+  ("bamba", {"hidden_size": 64, "mamba_d_head": "auto"}, {"mamba_n_heads": 128}),
+  ("qwen2_window", {"layer_types": None}, {"max_window_layers": 28}),
+  (
+    "llama_yarn",
+    {"rope_parameters": YARN},
+    {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1}},
+  ),
+  (
+    "fla_gla_attn",
+    {"attn": {"layers": [1], "num_heads": 4}},
+    {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 4, "rope_theta": 10000.0}},
+  ),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "values"), LEFT_OUT)
+def test_settings_that_others_follow_from_have_the_defaults_of_the_class(case, change, values):
+  config = recorded(case).config | change
+  given = {name: value for name, value in config.items() if name not in values or name in change}
+  want = settings_or_reason(config | values)
+  assert isinstance(want, dict)
+  assert settings_or_reason(given) == want
 
 
 CONTRADICTIONS = [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.pretrained import texts
 
@@ -52,3 +53,17 @@ def test_scores_near_the_end_of_a_cache_are_those_of_each_row_alone(model, monke
     wanted = jax.nn.log_softmax(logits(jnp.asarray(padded))[0, : len(row) - 1])
     wanted = np.take_along_axis(np.asarray(wanted), row[1:, None], axis=1)[start - 1 :, 0]
     np.testing.assert_allclose(score.log_probs, wanted, atol=2e-5)
+
+
+def test_each_of_many_prompts_has_its_own_seed_in_batches_by_length(monkeypatch):
+  """And its own number, for keys of one seed."""
+  shown = lambda model, tokenizer, rows, options, *, until, numbers: [
+    (row, seed, number) for row, seed, number in zip(rows, options.seed, numbers, strict=True)
+  ]
+  monkeypatch.setattr(texts, "complete_tokens", shown)
+  monkeypatch.setattr(texts, "encode_prompt", lambda tokenizer, prompt, how: np.arange(len(prompt)))
+  prompts = ["abc", "a", "abcd", "ab", ""]
+  options = SamplingOptions(max_tokens=1, seed=(7, 8, 9, 5, 6))
+  found = list(texts.complete_each(None, None, prompts, options, batch=2))
+  wanted = zip(prompts, options.seed, range(5), strict=True)
+  assert found == [(list(range(len(prompt))), seed, number) for prompt, seed, number in wanted]

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import types
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -87,6 +89,21 @@ def test_restarted_copies_train_as_new_ones_at_a_scaled_rate():
   copies.restart(start)
   still = [np.asarray(copies.step(batch, 0.0)["loss"]) for batch in (*batches[:2], *batches[:2])]
   np.testing.assert_array_equal(still[2:], still[:2])
+
+
+def test_restart_begins_everything_again():
+  zeros, ones = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
+  of_copies = {"params": ones, "ema": ones, "spikes": ones, "opt_state": None}
+  counts = {"step": np.full(2, 5, np.int32), "failures": np.full((2, 2), 3, np.int32)}
+  copies = types.SimpleNamespace(cfg=settings(), state=of_copies | counts)
+  Copies.restart(copies, jax.tree.map(lambda x: 2 * x, ones))
+  twice = {"w": np.full((2, 3), 2, np.float32)}
+  want = {"params": twice, "ema": twice, "spikes": zeros}
+  want |= {name: np.zeros_like(x) for name, x in counts.items()}
+  chex.assert_trees_all_equal({name: copies.state[name] for name in want}, want, strict=True)
+  moments = [x for x in jax.tree.leaves(copies.state["opt_state"]) if x.ndim > 1]
+  assert moments
+  assert not any(x.any() for x in jax.tree.leaves(copies.state["opt_state"]))
 
 
 @pytest.mark.slow

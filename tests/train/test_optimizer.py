@@ -13,7 +13,7 @@ from flax import nnx
 from lnssm_jax.models import LanguageModel, VisionModel
 from train.config import ConfigError, Optimizer
 from train.step.model import params_of
-from train.step.optimizer import make_optimizer, make_schedule, weight_decay_mask
+from train.step.optimizer import make_optimizer, make_schedule, update_ema, weight_decay_mask
 
 
 def test_schedule_exponential_matches_paper():
@@ -242,3 +242,10 @@ def test_router_biases_move_by_their_rate_whatever_the_gradient_and_others_as_wi
   assert updates["router_bias"].tolist() == [[-0.25, 0.25, 0.0], [0.25, -0.25, -0.25]]
   of_kernels = (x["router"]["kernel"] for x in (updates, alone))
   np.testing.assert_allclose(*of_kernels, rtol=1e-6)
+
+
+def test_average_of_parameters_of_16_bits_is_computed_in_float32():
+  old, new = {"w": jnp.float32([0.3, 5.0])}, {"w": jnp.bfloat16([1.0, 3.0])}
+  got = update_ema(old, new, 0.9)["w"]
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, [0.9 * 0.3 + 0.1 * 1, 0.9 * 5 + 0.1 * 3], rtol=1e-6)

@@ -53,7 +53,11 @@ def test_state_of_a_group_belongs_to_its_seeds_and_rates():
   assert [*halves[0].runs, *halves[1].runs] == [*runs, first]
 
 
-@pytest.mark.parametrize("changes", [{"optimizer__ema_decay": 0.9}, {"mesh__data": 2}], ids=str)
+LACKING = [{"optimizer__ema_decay": 0.9}, {"mesh__data": 2}]
+LACKING += [{"callbacks": {"train.callbacks:loss_curves": {}}}]
+
+
+@pytest.mark.parametrize("changes", LACKING, ids=str)
 def test_runs_with_settings_that_copies_lack_are_alone(tiny, changes):
   found = groups.group(text_runs(tiny, **changes))
   assert [(len(each.runs), each.alone) for each in found] == [(1, True)] * 4

@@ -137,6 +137,8 @@ def test_options_of_a_request_are_used(loaded, package):
     )
     assert [text(**how)] == wanted
   assert text(repetition_penalty=1.7) != text()
+  hot = {"temperature": 9.0}  # draws, unless do_sample is false
+  assert text(**hot) == text(**hot, do_sample=True) != text()
   neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "top_k": 0, "length_penalty": None}
   assert text(**neutral, until=["", ""]) == text(until=None) == text() != ""
   assert text(max_new_tokens=3) == text()  # as in lm_eval, the first of the names counts
