@@ -239,12 +239,17 @@ def test_attention_decode_lowers(K, V, H, G, room, dtype):
 
 
 @pytest.mark.parametrize(
-  ("number", "H", "G", "K", "V"),
-  [pytest.param(1, 4, 2, 32, 64, marks=pytest.mark.slow), (3, 6, 1, 256, 224)],
+  ("number", "H", "G", "K", "V", "channels"),
+  [
+    pytest.param(1, 4, 2, 32, 64, 2304, marks=pytest.mark.slow),
+    (1, 4, 2, 32, 64, 96),  # each of the four heads has a CTA
+    (3, 6, 1, 256, 224, 2304),
+  ],
 )
-def test_attention_decode_in_splits_equals_the_softmax(number, H, G, K, V):
+def test_attention_decode_in_splits_equals_the_softmax(number, H, G, K, V, channels, monkeypatch):
   """Rows whose cache is empty, shorter than its splits, and full; logits beyond exp's range; heads
   that share a cache in one CTA and in two."""
+  monkeypatch.setattr("pallas_kernels.attention.decode._CHANNELS", channels)
   rng = np.random.default_rng(0)
   B, M = 4, 101
   shapes = (B, H, K), (B, G, K), (B, G, V), (B, M, G, K), (B, M, G, V)

@@ -19,6 +19,7 @@ from lnssm_jax.ops.rotations.api import rotations
 from lnssm_jax.ops.rotations.reference import angles
 from lnssm_jax.ops.rotations.types import Inputs
 from pallas_kernels.core import device
+from pallas_kernels.rotations import config
 from pallas_kernels.rotations.config import Config, KernelConfig, Shape
 from tests.kernels.lowered import kernels_in
 from tests.ops import contract
@@ -119,7 +120,7 @@ def check(case, form, compare=contract.errors_against_reference):
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 CASES = [
-  Case(F32, 20, 4, 96, 32),
+  slow(Case(F32, 20, 4, 96, 32)),
   slow(Case(F32, 37, 8, 96, 32)),
   slow(Case(BF16, 70, 8, 128, 32)),
   slow(Case(F32, 33, 4, 128, 64)),  # all channels rotate
@@ -130,6 +131,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_interpreted_kernels_equal_the_definition(case):
   check(case, "pallas_interpret")
+
+
+def test_interpreted_kernels_in_groups_of_heads_with_chunks_that_follow_one_another(monkeypatch):
+  """Two groups, and two CTAs of two chunks, as with more heads and more tokens."""
+  monkeypatch.setattr(config, "default", lambda shape: Config(*2 * [KernelConfig(4, 8)]))
+  monkeypatch.setattr(KernelConfig, "chunks", lambda self, shape: 2)
+  check(Case(F32, 20, 8, 96, 32), "pallas_interpret")
 
 
 def test_unsupported_arguments_are_named():
