@@ -79,9 +79,10 @@ def test_hidden_states_are_those_around_each_layer():
 
 def test_hidden_states_beyond_the_learned_positions_are_nan():
   ids = jnp.zeros((1, 9), int)  # with segments the length is a value
-  states = jax.eval_shape(lambda: model().hidden_states(ids, None, ids))[0]
+  call = lambda model: model.hidden_states(ids, None, ids)
+  states = jax.eval_shape(call, model())[0]
   assert states.shape == (L + 1, 1, 9, 8)
-  states, _ = jax.jit(lambda model: model.hidden_states(ids, None, ids))(model())
+  states, _ = jax.jit(call)(model())
   np.testing.assert_array_equal(np.isnan(states).all(axis=(0, 1, 3)), np.arange(9) == 8)
 
 
