@@ -17,6 +17,7 @@ from train.cli.main import MOVED, main
 from train.config import Sample, from_dict, to_dict
 from train.data.tokenizers import load_tokenizer
 from train.logging.metric_reader import DivergedError
+from train.runs import evaluation, loading
 from train.runs.loading import load_model, sampling_options
 from train.runs.run_folder import RunFolder
 from train.step.model import params_of
@@ -189,6 +190,38 @@ def test_cli_stopped_run_has_the_exit_code_of_its_signal(
   monkeypatch.setattr(trainer, "fit", lambda *_, **__: trainer.Result(3, stopped_by, [], {}))
   fit = ("fit", "--config", config_file(tiny()))
   assert (run(*fit), run(*fit, "--stopped-code", "75")) == codes
+
+
+def test_evaluation_of_a_state_has_the_loss_of_its_average():
+  class Told(evaluation.Evaluator):
+    def __init__(self):
+      pass
+
+    def __call__(self, step, params):
+      return [{"step": step, "val_loss": params}]
+
+  assert Told().of_state(3, {"params": 1.0}) == [{"step": 3, "val_loss": 1.0}]
+  wanted = [{"step": 3, "val_loss": 1.0, "ema_val_loss": 2.0}]
+  assert Told().of_state(3, {"params": 1.0, "ema": 2.0}) == wanted
+
+
+@pytest.mark.parametrize("given", [[], ["--ema"]], ids=str)
+def test_evaluate_and_generate_take_the_average_where_it_is_asked_for(
+  given, tiny, config_file, monkeypatch
+):
+  asked = []
+
+  def told(*_, ema, **__):
+    asked.append(ema)
+    raise RuntimeError("it is asked for")
+
+  monkeypatch.setattr(evaluation, "run", told)
+  monkeypatch.setattr(loading, "of_run", told)
+  file = config_file(tiny())
+  for command in (("evaluate",), ("generate", "--prompt", "a")):
+    with pytest.raises(RuntimeError, match="asked"):
+      run(*command, "--config", file, *given)
+  assert asked == 2 * [bool(given)]
 
 
 @pytest.mark.slow
