@@ -188,6 +188,21 @@ def test_splits_for_ampere_have_the_states_of_one(reverse):
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_key_sums_for_ampere_are_those_of_a_loop(reverse):
+  rng = np.random.default_rng(0)
+  total, added = (rng.uniform(0.2, 1.0, (1, 2, 3, 4)).astype(np.float32) for _ in range(2))
+  first = rng.normal(size=(1, 2, 4)).astype(np.float32)
+  entering, last = jax.jit(passes._key_sums, static_argnames="reverse")(
+    total, added, first, reverse=reverse
+  )
+  state = first
+  for n in range(3)[:: -1 if reverse else 1]:
+    np.testing.assert_allclose(entering[:, :, n], state, rtol=1e-5, atol=1e-6)
+    state = total[:, :, n] * state + added[:, :, n]
+  np.testing.assert_allclose(last, state, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
   "case",
   [

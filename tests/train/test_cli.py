@@ -206,7 +206,7 @@ def test_evaluation_of_a_state_has_the_loss_of_its_average():
 
 
 @pytest.mark.parametrize("given", [[], ["--ema"]], ids=str)
-def test_evaluate_and_generate_take_the_average_where_it_is_asked_for(
+def test_evaluate_generate_and_serve_take_the_average_where_it_is_asked_for(
   given, tiny, config_file, monkeypatch
 ):
   asked = []
@@ -217,11 +217,13 @@ def test_evaluate_and_generate_take_the_average_where_it_is_asked_for(
 
   monkeypatch.setattr(evaluation, "run", told)
   monkeypatch.setattr(loading, "of_run", told)
-  file = config_file(tiny())
-  for command in (("evaluate",), ("generate", "--prompt", "a")):
+  monkeypatch.setattr(loading, "load_model", told)
+  config = "--config", config_file(tiny())
+  uses = [("evaluate", *config), ("generate", "--prompt", "a", *config), ("serve", "folder")]
+  for use in uses:
     with pytest.raises(RuntimeError, match="asked"):
-      run(*command, "--config", file, *given)
-  assert asked == 2 * [bool(given)]
+      run(*use, *given)
+  assert asked == 3 * [bool(given)]
 
 
 @pytest.mark.slow
