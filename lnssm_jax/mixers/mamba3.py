@@ -9,7 +9,7 @@ from flax import nnx
 
 from lnssm_jax.mixers.base import Mixer
 from lnssm_jax.mixers.common import flops
-from lnssm_jax.mixers.common.angles import chunk_angles, padded
+from lnssm_jax.mixers.common.angles import chunk_angles
 from lnssm_jax.mixers.common.checks import (
   check_choice,
   check_finite,
@@ -202,17 +202,17 @@ class Mamba3(Mixer[Mamba3State]):
     weight = now + jnp.concatenate([next_token[:, 1:], after[:, None]], axis=1)
     b, c = self._normalized(b, self.b_norm), self._normalized(c, self.c_norm)
     inputs = Rotations(
-      keys=padded(b),
-      queries=padded(c),
+      keys=b,
+      queries=c,
       key_offset=self.b_offset[...],
       query_offset=self.c_offset[...],
-      pace=padded(pace),
-      step=padded(dt),
-      weight=padded(weight),
+      pace=pace,
+      step=dt,
+      weight=weight,
       entering=angles.entering,
       keep=angles.keep,
     )
-    k, q = (x[:, :T] for x in rotations(inputs, dtype=self.dtype))
+    k, q = rotations(inputs, dtype=self.dtype)
     # Each of R states per head, a key's, is read by all R queries.
     each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
     queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))

@@ -103,4 +103,9 @@ class Kernels(NamedTuple):
 
 def choose[Body](kernels: Mapping[str, Body], architecture: str | None = None) -> Body:
   """The kernels, by their folders, of `architecture`, or those that the current device runs."""
-  return kernels[architecture or current().architecture or SM90]
+  return kernels[running(architecture)]
+
+
+def running(architecture: str | None = None) -> str:
+  """The folder of kernels: `architecture`, else that of the current device, else Hopper's."""
+  return architecture or current().architecture or SM90

@@ -132,8 +132,8 @@ class Mma(Backend):
 
 def of_architecture(architecture: str | None, interpret: Any) -> Backend:
   """The backend of kernels that are one program for all; None for the current device."""
-  architecture = architecture or device.current().architecture
-  return Mma(interpret) if architecture == device.AMPERE else Backend(interpret)
+  ampere = device.running(architecture) == device.AMPERE
+  return Mma(interpret) if ampere else Backend(interpret)
 
 
 def fetch_tile(source_gmem: Ref) -> jax.Array:

@@ -54,7 +54,7 @@ def delta_rule(
   """
   sizes = inputs.sizes
   sizes = sizes._replace(heads=sizes.heads * num_splits)
-  architecture = architecture or device.current().architecture or device.SM90
+  architecture = device.running(architecture)
   config = config or (AmpereConfig() if architecture == device.AMPERE else default(sizes))
   config.check(sizes)
   static = scale, length, config, num_splits, erase_before_decay, interpret

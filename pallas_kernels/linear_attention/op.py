@@ -51,7 +51,7 @@ def linear_attention(
     ValueError: the configuration does not fit these arguments or the device.
   """
   sizes = inputs.sizes(normalize)
-  architecture = architecture or device.current().architecture or device.SM90
+  architecture = device.running(architecture)
   config = config or (AmpereConfig() if architecture == device.AMPERE else default(sizes))
   config.check(sizes)
   options = Options(scale, length, num_splits, normalize, config, interpret, architecture)

@@ -40,13 +40,10 @@ class KernelConfig:
   def chunks(self, shape: Shape) -> int:
     """Chunks that a CTA computes one after another: enough CTAs for all SMs, where there are."""
     ctas = shape.chunks * (shape.heads // self.heads)
-    number = 1
-    while shape.chunks % (2 * number) == 0 and ctas >= 2 * number * self._ctas():
+    least, number = self.ctas_per_sm * device.current().sm_count, 1
+    while shape.chunks % (2 * number) == 0 and ctas >= 2 * number * least:
       number *= 2
     return number
-
-  def _ctas(self):
-    return self.ctas_per_sm * device.current().sm_count
 
 
 @dataclasses.dataclass(frozen=True)

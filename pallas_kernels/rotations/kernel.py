@@ -132,6 +132,10 @@ class _Cta:
     rest = of(pl.ds(2 * A, N - 2 * A)) if N > 2 * A else None
     return _Vectors(of(pl.ds(0, A)), of(pl.ds(A, A)), rest)
 
+  def each(self, *parts: _Vectors) -> list[tuple[Any, ...]]:
+    """(Slice of channels, that part of each of `parts`), for the parts that there are."""
+    return [x for x in zip(self.parts(lambda n: n), *parts, strict=True) if x[0] is not None]
+
   def heads(self, tile: int):
     """The heads of one of the CTA's tiles, one per warp."""
     return pl.ds(self.first_head + tile * WARPS, WARPS)
@@ -213,15 +217,10 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
         heads, cos, sin = cta.heads(t), jnp.cos(angle), jnp.sin(angle)
         q = _rotated(query.map(jnp.add, query_offset), cos, sin)
         k = _rotated(key.map(jnp.add, key_offset), cos, sin)
-        weigh = lambda x: x * cta.per_head(ins.weight.at[token, heads], x.shape[1])  # noqa: B023
-        cta.parts(lambda n: n).map(
-          lambda n, k, q: (
-            store_unoptimized(outs.keys.at[token, heads, n], weigh(k).astype(static.dtype)),  # noqa: B023
-            store_unoptimized(outs.queries.at[token, heads, n], q.astype(static.dtype)),  # noqa: B023
-          ),
-          k,
-          q,
-        )
+        for n, of_k, of_q in cta.each(k, q):
+          weighted = of_k * cta.per_head(ins.weight.at[token, heads], of_k.shape[1])
+          store_unoptimized(outs.keys.at[token, heads, n], weighted.astype(static.dtype))
+          store_unoptimized(outs.queries.at[token, heads, n], of_q.astype(static.dtype))
       return tuple(angles)
 
     def compute(chunk, carry):
@@ -324,10 +323,8 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
 
       over_heads = lambda ref, x: store_unoptimized(ref, jnp.sum(x, axis=0))
       for ref, parts in ((outs.keys, d_key), (outs.queries, d_query)):
-        cta.parts(lambda n: n).map(
-          lambda n, x: over_heads(ref.at[cta.group, token, n], x),  # noqa: B023
-          parts,
-        )
+        for n, x in cta.each(parts):
+          over_heads(ref.at[cta.group, token, n], x)
       over_heads(outs.pace.at[cta.group, token], d_pace)
       return tuple(d_angles), tuple(d_offsets)
 
@@ -347,10 +344,8 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
     d_offsets = cta.each_chunk(compute, tuple((zeros(), zeros()) for _ in offsets))
     for t, of_each in enumerate(d_offsets):
       for ref, parts in zip((outs.key_offset, outs.query_offset), of_each, strict=True):
-        cta.parts(lambda n: n).map(
-          lambda n, x: store_unoptimized(ref.at[cta.cta, cta.heads(t), n], x),  # noqa: B023
-          parts,
-        )
+        for n, x in cta.each(parts):
+          store_unoptimized(ref.at[cta.cta, cta.heads(t), n], x)
 
   scratch = (plgpu.SMEM((shape.tokens, config.heads, A), jnp.float32),)
   (results,) = _launch(body, "backward", (out_type,), config, shape, static.interpret, scratch)(

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax.mixers.common.angles import chunk_angles, padded
+from lnssm_jax.mixers.common.angles import chunk_angles
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.rotations.api import rotations
 from lnssm_jax.ops.rotations.reference import angles
-from lnssm_jax.ops.rotations.types import Inputs
+from lnssm_jax.ops.rotations.types import Inputs, with_whole_chunks
 from pallas_kernels.core import device
 from pallas_kernels.rotations import config
 from pallas_kernels.rotations.config import Config, KernelConfig, Shape
@@ -49,12 +49,10 @@ def both(x, ids, dtype, implementation):
   B, T = ids.shape
   segments = segments_of("test", ids, B, T)
   found = chunk_angles(x["pace"], x["step"], x["start"], segments, None)
-  of_tokens = (padded(x[name]) for name in ("keys", "queries"))
-  others = (padded(x[name]) for name in ("pace", "step", "weight"))
-  offsets = x["key_offset"], x["query_offset"]
-  inputs = Inputs(*of_tokens, *offsets, *others, found.entering, found.keep)
+  arrays = {name: x[name] for name in Inputs._fields if name in x}
+  inputs = Inputs(**arrays, entering=found.entering, keep=found.keep)
   k, q = rotations(inputs, dtype=dtype, implementation=implementation)
-  return {"k": k[:, :T], "q": q[:, :T], "last": found.last, "angle": angles(inputs)[:, :T]}
+  return {"k": k, "q": q, "last": found.last, "angle": angles(with_whole_chunks(inputs))[:, :T]}
 
 
 def transcription(x, ids):

@@ -10,7 +10,7 @@ from lnssm_jax.mixers.common.spans import earlier, spans
 from lnssm_jax.ops.core.segments import Segments, positions
 from lnssm_jax.ops.core.sequence_parallel import states
 from lnssm_jax.ops.rotations.reference import within_a_turn
-from lnssm_jax.ops.rotations.types import CHUNK
+from lnssm_jax.ops.rotations.types import chunk_size, whole_chunks
 
 
 def running_angles(
@@ -32,7 +32,7 @@ class ChunkAngles(NamedTuple):
 
   entering: jax.Array  # [B, L, H, A]
   last: jax.Array  # [B, H, A], after the last token of the whole sequence
-  keep: jax.Array  # [B, L C], 0 where a document begins that is not the row's first, else 1
+  keep: jax.Array  # [B, T], 0 where a document begins that is not the row's first, else 1
 
 
 def chunk_angles(
@@ -51,66 +51,56 @@ def chunk_angles(
   """
   B, T = step.shape[:2]
   C = chunk_size(T)
+  L = -(-T // C)
+  end = jnp.minimum(C * (1 + jnp.arange(L)), T) - 1
   document = jnp.zeros((B, T), jnp.int32) if segments is None else segments.index
-  document = padded(document, mode="edge")
-  chunks = document.reshape(B, -1, C)
-  ends = chunks[:, :, -1]
   # A chunk adds what the document of its last token has in it.
-  ones = (chunks == ends[..., None]).astype(step.dtype)[..., None]
-  of_chunks = lambda x: padded(x).reshape(B, -1, C, x.shape[-1])
+  of_last = document == jnp.repeat(document[:, end], C, axis=1)[:, :T]
+  of_chunks = lambda x: whole_chunks(x, L).reshape(B, L, C, x.shape[-1])
   added = jnp.einsum(
-    "blch,blca->blha", ones * of_chunks(step), of_chunks(pace), precision=jax.lax.Precision.HIGHEST
+    "blch,blca->blha",
+    of_chunks(jnp.where(of_last[..., None], step, 0)),
+    of_chunks(pace),
+    precision=jax.lax.Precision.HIGHEST,
   )
   # The angle before the row stands before the first chunk, where it is of the first document.
   added = jnp.pad(added, ((0, 0), (1, 0), (0, 0), (0, 0)))
-  end = jnp.minimum(C * (1 + jnp.arange(ends.shape[1])), T) - 1
   begin = end - positions(segments, B, T)[:, end]  # of the document of a chunk's last token
   reach = jnp.pad(end // C - begin // C, ((0, 0), (1, 0)))[..., None, None]
   with_first = lambda x: jnp.concatenate([x[:, :1], x[:, end]], axis=1)
   between = None if segments is None else Segments(*map(with_first, segments))
-  add = lambda a, b: within_a_turn(a + b)
 
   @recomputed  # of all passes the gradient needs where documents begin, no sums
   def sums(angle):
     for span in spans(angle.shape[1]):
-      angle = add(angle, earlier(angle, span, reach, 0.0))
+      angle = _add(angle, earlier(angle, span, reach, 0.0))
     return angle
 
   angle, last = _continued(sums(within_a_turn(added)), start, between, axis_name)
-  keep = jnp.ones((B, T), step.dtype)
-  keep = keep if segments is None else 1 - segments.first().astype(step.dtype)
-  return ChunkAngles(angle[:, :-1], last, padded(keep, constant_values=1))
-
-
-def chunk_size(length: int) -> int:
-  """Tokens of a chunk; a short sequence is one."""
-  return min(CHUNK, length)
-
-
-def padded(x: jax.Array, **options) -> jax.Array:
-  """x [B, T, ...] for whole chunks of tokens."""
-  more = -x.shape[1] % chunk_size(x.shape[1])
-  return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), **options) if more else x
+  first = jnp.zeros((B, T), bool) if segments is None else segments.first()
+  return ChunkAngles(angle[:, :-1], last, 1 - first.astype(step.dtype))
 
 
 def sums_within_a_turn(angle: jax.Array) -> jax.Array:
   """Cumulative sums of `angle` [B, T, ...] over time, modulo whole turns."""
-  add = lambda a, b: within_a_turn(a + b)
-  return jax.lax.associative_scan(add, within_a_turn(angle), axis=1)
+  return jax.lax.associative_scan(_add, within_a_turn(angle), axis=1)
+
+
+def _add(a, b):
+  return within_a_turn(a + b)
 
 
 def _continued(angle, start, segments, axis_name):
   """(angle [B, T, ...] after the one that enters the row, the last one of the sequence)."""
   if axis_name is None and start is None:
     return angle, angle[:, -1]
-  add = lambda a, b: within_a_turn(a + b)
   entering = jnp.zeros(angle[:, 0].shape, angle.dtype) if start is None else start
   last = None
   if axis_name is not None:
-    entering, last = states(axis_name, angle[:, -1], entering, add, segments)
+    entering, last = states(axis_name, angle[:, -1], entering, _add, segments)
   entering = entering[:, None]
   if segments is not None:
     in_first = (segments.index == 0).reshape(*angle.shape[:2], *[1] * (angle.ndim - 2))
     entering = jnp.where(in_first, entering, 0.0)
-  angle = add(angle, entering)
+  angle = _add(angle, entering)
   return angle, angle[:, -1] if last is None else last

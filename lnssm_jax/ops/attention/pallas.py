@@ -121,7 +121,7 @@ def run(
   seen, seen_by = key_ranges(options.mask, segments, B, T, before)
   ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T))
   shape = config.Shape(wide_k, wide_v, B * H * (config.padded_length(T) // config.TILE))
-  architecture = architecture or device.current().architecture or device.SM90
+  architecture = device.running(architecture)
   ampere = architecture == device.AMPERE
   sizes = sizes or (config.AmpereConfig() if ampere else config.default(shape))
   sizes.check(shape)

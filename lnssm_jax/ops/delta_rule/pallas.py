@@ -94,7 +94,7 @@ def run(
       form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
     )
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
-  architecture = architecture or device.current().architecture or device.SM90
+  architecture = device.running(architecture)
   q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
   wide_k = next(width for width in config.KEY_WIDTHS if width >= K)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.rotations.reference import reference
-from lnssm_jax.ops.rotations.types import Inputs, Options
+from lnssm_jax.ops.rotations.types import Inputs, Options, with_whole_chunks
 
 IMPLEMENTATIONS = dispatch.Kernels(
   f"{__package__}.pallas", Inputs.RESULTS, dispatch.device.EVERY
@@ -38,5 +38,6 @@ def rotations(
 
   Source: Mamba-3 (Lahoti et al. 2026), whose state rotates instead of keys and queries.
   """
-  options = Options(jnp.dtype(dtype))
-  return dispatch.run("rotations", IMPLEMENTATIONS, inputs, options, implementation=implementation)
+  options, how = Options(jnp.dtype(dtype)), {"implementation": implementation}
+  found = dispatch.run("rotations", IMPLEMENTATIONS, with_whole_chunks(inputs), options, **how)
+  return tuple(x[:, : inputs.keys.shape[1]] for x in found)

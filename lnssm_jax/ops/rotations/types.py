@@ -9,7 +9,7 @@ CHUNK = 16  # tokens, or all of a shorter sequence
 
 
 class Inputs(NamedTuple):
-  """The arguments of every implementation; T tokens in L chunks."""
+  """The arguments; T tokens in L chunks, which are whole where an implementation gets them."""
 
   keys: jax.Array  # [B, T, R, G, N]
   queries: jax.Array  # [B, T, R, G, N]
@@ -39,3 +39,21 @@ class Options(NamedTuple):
   """Static arguments."""
 
   dtype: jnp.dtype  # of the results
+
+
+def chunk_size(length: int) -> int:
+  """Tokens of a chunk; a short sequence is one."""
+  return min(CHUNK, length)
+
+
+def whole_chunks(x: jax.Array, number: int) -> jax.Array:
+  """x [B, T, ...] with zeros for the tokens that the last of so many chunks lacks."""
+  more = number * chunk_size(x.shape[1]) - x.shape[1]
+  return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) if more else x
+
+
+def with_whole_chunks(inputs: Inputs) -> Inputs:
+  """The same with zeros after the last token."""
+  L = inputs.entering.shape[1]
+  of_tokens = (name for name, axes in Inputs.AXES.items() if axes.startswith("BT"))
+  return inputs._replace(**{name: whole_chunks(getattr(inputs, name), L) for name in of_tokens})
