@@ -161,6 +161,12 @@ def test_pairs_meet_at_the_start_or_where_blocks_merge():
   check(case, implementation=AMPERE)
 
 
+def test_state_that_passes_chunks_has_a_constant_decay_s_gradient_for_ampere():
+  check(
+    dataclasses.replace(SMALL, T=66, decay="HK", strength="weak", state=True), implementation=AMPERE
+  )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PARTS, ids=str)
 def test_a_sequence_in_splits_for_ampere(case, monkeypatch):

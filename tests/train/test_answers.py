@@ -9,6 +9,7 @@ import pytest
 import lnssm_jax
 from lnssm_jax.pretrained import texts
 from tests.pretrained.test_save_model import random_model
+from train.cli import commands
 from train.cli.main import main
 
 PROMPTS = ["abc", "the long", "bcd", "defg f"]
@@ -47,6 +48,10 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
   assert run("--seed", 3) == 2 and "line 3, does not have row 2 of" in capsys.readouterr().err
   partial.write_text(kept)
   assert run("--seed", 4) == 2 and "rows with another seed: 3, not 4" in capsys.readouterr().err
+  with monkeypatch.context() as patch:  # of the average: the record is of the last parameters
+    patch.setattr(commands, "_model", lambda options: loaded)
+    assert run("--seed", 3, "--ema") == 2
+  assert "rows with another ema: False, not True" in capsys.readouterr().err
   assert run("--seed", 3, "--batch", 2) == 0
   assert "4 of 4 prompts" in capsys.readouterr().err
   found = [json.loads(line) for line in output.read_text().splitlines()]

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from experiments import command as experiments
 from lnssm_jax.files.reading import FORMAT
-from lnssm_jax.pretrained import texts
+from lnssm_jax.pretrained import exports, texts
 from train import trainer
 from train.cli import commands
 from train.cli.main import MOVED, main
@@ -207,8 +208,9 @@ def test_evaluation_of_a_state_has_the_loss_of_its_average():
 
 @pytest.mark.parametrize("given", [[], ["--ema"]], ids=str)
 def test_evaluate_generate_and_serve_take_the_average_where_it_is_asked_for(
-  given, tiny, config_file, monkeypatch
+  given, tiny, config_file, monkeypatch, tmp_path
 ):
+  """Of a config, a run, a run's folder as a server opens it, and an export, which has none."""
   asked = []
 
   def told(*_, ema, **__):
@@ -217,13 +219,21 @@ def test_evaluate_generate_and_serve_take_the_average_where_it_is_asked_for(
 
   monkeypatch.setattr(evaluation, "run", told)
   monkeypatch.setattr(loading, "of_run", told)
-  monkeypatch.setattr(loading, "load_model", told)
-  config = "--config", config_file(tiny())
-  uses = [("evaluate", *config), ("generate", "--prompt", "a", *config), ("serve", "folder")]
+  cfg = tiny()
+  for folder in (cfg.run_dir, tmp_path / "export"):
+    Path(folder).mkdir()
+  RunFolder(cfg.run_dir).write_config(cfg)
+  (tmp_path / "export" / exports.MANIFEST).write_text("{}")
+  config, folder = ("--config", config_file(cfg)), ("--run-dir", cfg.run_dir)
+  generate = "generate", "--prompt", "a"
+  uses = [("evaluate", *config), (*generate, *config), (*generate, *folder)]
+  uses += [("serve", cfg.run_dir), (*generate, "--run-dir", tmp_path / "export")]
   for use in uses:
+    if use is uses[-1]:
+      monkeypatch.setattr(loading, "load_model", told)
     with pytest.raises(RuntimeError, match="asked"):
       run(*use, *given)
-  assert asked == 3 * [bool(given)]
+  assert asked == len(uses) * [bool(given)]
 
 
 @pytest.mark.slow
