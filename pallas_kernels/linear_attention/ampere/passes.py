@@ -30,8 +30,8 @@ class Residuals(NamedTuple):
   """Results of the forward pass that the backward pass needs, besides the arguments."""
 
   states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
-  scores: jax.Array  # [B, H, T, C] bfloat16
   total: jax.Array  # [B|1, H, N|1, K], or without K: the decay over each chunk
+  scores: jax.Array | None  # [B, H, T, C] bfloat16
   q: jax.Array | None  # channel decays: [B, T, H, K] bfloat16, decayed from the chunk's start
   k: jax.Array | None  # ... and to its end
   key_sums: jax.Array | None  # [B, H, N, K] float32, that enter the chunks
@@ -43,26 +43,12 @@ def forward(
   options: Options, inputs: Inputs, segments: jax.Array | None, *, for_gradient: bool
 ) -> tuple[Any, Residuals | None]:
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
-  q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
+  q, k, v, log_decay, _, kv, key_sum, _ = inputs
   normalize, H, C, T = options.normalize, inputs.heads, options.config.chunk, q.shape[1]
   backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
   channel = has_channel_decay(log_decay)
   tables: Any = None if channel else decay_tables(options, documents, T)(log_decay)
-  made = chunk_scores(
-    ScoreInputs(
-      q,
-      k,
-      log_decay if channel else None,
-      None if channel else tables.cumulative,
-      bonus,
-      documents if channel else documents.mask_only,
-      None if own_weight is None else own_weight.swapaxes(1, 2),
-    ),
-    heads=H,
-    length=options.length,
-    sums=normalize,
-    backend=backend,
-  )
+  made = _scores(options, inputs, documents, tables, backend)
   total = total_decay(options, log_decay, made.log2_total, documents, T) if channel else None
   total = tables.total if total is None else total
   q_state, k_state = (made.q, made.k) if channel else (q, k)
@@ -95,9 +81,30 @@ def forward(
   result = results.out, results.last[:, :, -1], last_key_sum
   if not for_gradient:
     return result, None
-  out = results.out if normalize else None
-  kept = results.states, made.scores, total, made.q, made.k, key_sums, out, denominator
-  return result, Residuals(*kept)
+  if normalize:  # whose outputs are kept: the scores are cheap to compute again
+    kept = None, None, None, key_sums, results.out, denominator
+  else:
+    kept = made.scores, made.q, made.k, None, None, None
+  return result, Residuals(results.states, total, *kept)
+
+
+def _scores(options, inputs: Inputs, documents, tables, backend) -> Any:
+  """Scores within chunks, and queries and keys with their decays; `tables` of a scalar decay."""
+  return chunk_scores(
+    ScoreInputs(
+      inputs.q,
+      inputs.k,
+      inputs.log_decay if tables is None else None,
+      None if tables is None else tables.cumulative,
+      inputs.bonus,
+      documents if tables is None else documents.mask_only,
+      None if inputs.own_weight is None else inputs.own_weight.swapaxes(1, 2),
+    ),
+    heads=inputs.heads,
+    length=options.length,
+    sums=options.normalize,
+    backend=backend,
+  )
 
 
 def backward(
@@ -125,7 +132,10 @@ def backward(
   tables_vjp: Any = None
   if not channel:
     tables, tables_vjp = jax.vjp(decay_tables(options, documents, T), log_decay)
-  q_state, k_state = (kept.q, kept.k) if channel else (q, k)
+  at_chunk = kept
+  if options.normalize:
+    at_chunk = _scores(options, inputs, documents, tables, backend)
+  q_state, k_state = (at_chunk.q, at_chunk.k) if channel else (q, k)
   before, after = (None, None) if channel else (tables.before, tables.after)
   adjoints = _along_chunks(
     StateInputs(q_state, d_out, before, kept.total, d_last),
@@ -167,7 +177,7 @@ def backward(
     backend=backend,
   )
   d_v = value_gradients(
-    ValueInputs(k_state, d_out, kept.scores, adjoints.states, after),
+    ValueInputs(k_state, d_out, at_chunk.scores, adjoints.states, after),
     heads=H,
     scale=scale,
     backend=backend,
