@@ -60,6 +60,7 @@ from experiments import long_context_parts, over_seeds, rouge
 from experiments.long_context_parts import STORIES, Part, Score, Sizes
 from experiments.small_runs import COLORS
 from lnssm_jax import mixers
+from lnssm_jax.files.buckets import local
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train import loop
@@ -192,7 +193,7 @@ def train(copies: Copies, batches: Iterator[Any], steps: int, scale: float = 1.0
 def read_books(copies: Copies) -> np.ndarray:
   """Trains on the books, each copy in the order of its seed."""
   cfg = copies.cfg
-  source = TokenWindows(f"{cfg.data.folder}/train_books", cfg.seq_len, cfg.model.vocab_size)
+  source = TokenWindows(f"{local(cfg.data.folder)}/train_books", cfg.seq_len, cfg.model.vocab_size)
   with contextlib.ExitStack() as stack:
     how = {"global_batch": cfg.global_batch}
     orders = [

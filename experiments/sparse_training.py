@@ -31,6 +31,7 @@ import numpy as np
 
 from benchmarks import csv_rows, turns
 from experiments import over_seeds
+from lnssm_jax.files.buckets import local
 from train import loop
 from train.config import Data, Model, Optimizer, Train
 from train.data.windows import TokenWindows, eval_batches, train_batches
@@ -119,7 +120,7 @@ def settings(mixer: str, sizes: Sizes, folder: str) -> Train:
 
 def validation(cfg: Train, name: str):
   """The batches of a validation set."""
-  source = TokenWindows(Path(cfg.data.folder) / name, cfg.seq_len, cfg.model.vocab_size)
+  source = TokenWindows(local(cfg.data.folder) / name, cfg.seq_len, cfg.model.vocab_size)
   return eval_batches(source, cfg.global_batch)
 
 

@@ -1,6 +1,7 @@
 """The claims of README, CONTRIBUTING and some pages of docs/."""
 
 import ast
+import itertools
 import json
 import re
 import subprocess
@@ -61,6 +62,20 @@ def test_page_of_mixers_is_complete_with_their_states():
 def test_example_of_a_mixer_is_short():
   _, example = blocks_of(MIXERS_PAGE)
   assert len(example.splitlines()) < 60
+
+
+def test_measurements_of_the_readme_are_those_of_the_pages():
+  pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("performance", "kernels"))
+  table = re.search(r"\| one GPU, .*?\n\n", README, re.DOTALL)
+  assert table is not None
+  rows = [line.split("|")[2:4] for line in table[0].splitlines()[2:] if line]
+  numbers = re.compile(r"\d+,\d{3}|\d\.\d{3}")
+  for ours, theirs in rows:
+    found = numbers.findall(ours + theirs)
+    assert len(found) in (2, 4), (ours, theirs)
+    # One row of a page has all of them, or ours and the next one theirs.
+    lines = [numbers.findall(line) for line in pages.splitlines()]
+    assert any({*found} <= {*a, *b} for a, b in itertools.pairwise(lines)), found
 
 
 def test_readme_is_short_and_its_lines_wrap():

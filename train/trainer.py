@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from lnssm_jax.files import buckets
+from lnssm_jax.files.buckets import local
 from lnssm_jax.ops.core import dispatch, recording
 from train import callbacks, config, loop
 from train.checkpoint import store
@@ -31,6 +33,7 @@ from train.logging.metric_reader import MetricReader
 from train.logging.tracing import Tracer
 from train.loop import Moment
 from train.runs import bindings, reference, run_folder
+from train.runs.bucket import Mirror
 from train.runs.evaluation import Evaluation, Evaluator
 from train.runs.rows import Row
 from train.runs.run_folder import RunFolder
@@ -89,6 +92,10 @@ def fit(
     check_length(cfg.model, "seq_len", cfg.seq_len)
     called = callbacks.made(cfg)
     run = claimed or stack.enter_context(run_folder.claim(cfg, **claiming, say=console.say))
+    mirror = []
+    if buckets.is_bucket(cfg.run_dir):
+      where = cfg.run_dir, run.path, cfg.keep_checkpoints
+      mirror.append(stack.enter_context(Mirror(*where, console.say)))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
     stack.enter_context(compile_cache.at(programs))
     mesh = device_mesh.make_mesh(cfg)
@@ -124,7 +131,7 @@ def fit(
       return known | inputs | {"config": config.to_dict(cfg)}
 
     # No checkpoint has seen text other than that of the run.
-    unchanged = lambda: bindings.check_in_use(inputs["data"], cfg.data.folder)
+    unchanged = lambda: bindings.check_in_use(inputs["data"], local(cfg.data.folder))
     alone = distributed.count() == 1
     reader = MetricReader(cfg, run, console, list(mesh.devices.flat))
     how = {"should_stop": lambda: stop, "progress": console.progress}
@@ -143,7 +150,7 @@ def fit(
     now = Moment(
       start,
       state,
-      [run, reader, *called, evaluation, saver],
+      [run, reader, *called, evaluation, saver, *mirror],
       stop=lambda: stop if alone else reader.votes[0],  # the same value in all processes
       cfg=cfg,
       graph=graph,
@@ -345,7 +352,7 @@ def training_set(cfg: config.Train) -> TokenWindows | Mixture:
     raise DataError("data.stream=True is for single runs of `fit`; here token files are needed.")
   how = cfg.seq_len, cfg.model.vocab_size, data.boundaries
   opened = lambda names: TokenWindows(
-    [f"{data.folder}/{name}" for name in names],
+    [f"{local(data.folder)}/{name}" for name in names],
     *how,
     whole=list(map(data.documents_of_rows, names)),
     packed=data.pack_rows,

@@ -18,27 +18,12 @@ import time
 from collections.abc import Buffer, Callable, Iterator, Mapping
 from pathlib import Path
 
+from lnssm_jax.files import buckets
 from lnssm_jax.files.reading import check_regular, retried
 
 # Errors of file systems on which a folder cannot be synced.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 _ABANDONED = 24 * 3600.0  # seconds without a change, where files have no locks
-
-
-def is_address(path: object) -> bool:
-  """Whether a path is that of a bucket or server, "gs://bucket/x", and not of a local file.
-
-  pathlib makes it a local folder "gs:/bucket", into which a run would write all day.
-  """
-  return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
-
-
-def no_address(name: str, path: object) -> str:
-  """Message about an address where a local path is needed."""
-  return (
-    f"{name}={str(path)!r:.200} is the address of a bucket or server; only local paths are"
-    " supported: use one, and copy it there afterwards."
-  )
 
 
 def partial_name(path: Path) -> Path:
@@ -150,15 +135,18 @@ def write_output(path: str | Path, content: bytes) -> None:
 def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   """Context with a temporary folder that is renamed to `path` once everything is on disk.
 
-  It is removed after an exception.
+  It is removed after an exception. If `path` is in a bucket, it is then uploaded.
 
   Raises:
-    error: `path` exists and is not an empty folder, or is the address of a bucket.
+    error: `path` exists and is not an empty folder, or is an address of another kind.
     OSError: the folder cannot be written.
+    BucketError: the bucket cannot be written.
   """
-  if is_address(path):
-    raise error(no_address("folder", path))
-  path = Path(path).absolute()
+  address, path = path, buckets.local(path).absolute()
+  if buckets.is_bucket(address):
+    if buckets.Bucket(address).files():
+      raise error(f"{address} exists already; use a folder that does not exist.")
+    shutil.rmtree(path, ignore_errors=True)  # a copy of what was there before
   if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and _is_empty(path)):
     raise error(f"{path} exists already; use a folder that does not exist.")
   make_folder(path.parent)
@@ -174,6 +162,8 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
       for name in names:
         _sync(Path(inside, name))
     sync_folders(partial)
+    if buckets.is_bucket(address):
+      buckets.publish(partial, address)
     partial.rename(path)
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)

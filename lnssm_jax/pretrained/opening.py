@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 from flax import nnx
 
+from lnssm_jax.files.buckets import fetched
 from lnssm_jax.files.printable import shell_word
 from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
@@ -23,7 +24,7 @@ def load_model(folder: str | Path) -> LoadedModel:
   Raises:
     ExportError: `folder` is no exported model, or it is damaged or inconsistent.
   """
-  folder = Path(folder)
+  folder = fetched(folder)
   if not exports.is_exported(folder) and folders.is_published(folder):
     return hugging_face.load(folder)
   if not exports.is_exported(folder):

@@ -46,8 +46,8 @@ from train.runs.run_folder import claim
     ("data.tokenizer=" + "x" * 300, "data.tokenizer='x+'... is too long"),
     ("data.sources.train=a\0", r"data.sources.train='a\\x00' has a null character"),
     ("compile_cache=" + "x" * 300, "compile_cache='x+'... is too long"),
-    ("run_dir=gs://b/run", "run_dir='gs://b/run' is the address of a bucket"),
-    ("data.folder=s3://b/x", "data.folder='s3://b/x' is the address of a bucket"),
+    ("run_dir=hf://b/run", "run_dir='hf://b/run' is the address of a bucket"),
+    ("data.folder=az://b/x", "data.folder='az://b/x' is the address of a bucket"),
     ("compile_cache=gs://b/x", "compile_cache='gs://b/x' is the address of a bucket"),
     ("data.train=" + "x" * 300, "data.train holds 'x+, which is not a plain file name"),
   ],
@@ -68,9 +68,10 @@ def test_pattern_of_mixers_set_on_the_command_line(text, tiny):
 
 @pytest.mark.parametrize(
   "arguments",
-  ["export x --out URL", "inspect x --html URL", "sweep x --out URL", "plot URL",
+  ["export x --out az://b/x", "inspect x --html URL", "sweep x --out URL", "plot URL",
    "generate --run-dir x --prompts x --output URL", "fit --config URL", "doctor --config URL",
-   "tokenize --input x --output URL --tokenizer bytes"],
+   "fit --run-dir az://b/x", "import hf://b/x --config x",
+   "tokenize --input x --output az://b/x --tokenizer bytes"],
 )  # fmt: skip
 def test_address_of_a_bucket_on_the_command_line_is_rejected(
   arguments, capsys, tmp_path, monkeypatch

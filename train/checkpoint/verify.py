@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.files.buckets import local
 from train.checkpoint import digests, step_folders
 from train.data import fingerprints
 from train.data.sidecars import read_sidecar
@@ -55,7 +56,7 @@ def data_report(data: Mapping[str, Any]) -> tuple[list[str], bool]:
   """
   lines, whole = [], True
   for name in dict.fromkeys((*data["train"], *data.get("validation", ()))):
-    prefix = Path(data["folder"]) / name
+    prefix = local(data["folder"]) / name
     here = prefix.with_name(f"{name}.bin").is_file()
     if (sidecar := read_sidecar(prefix)) is None:
       state = "no digest to compare with" if here else "not on this machine"

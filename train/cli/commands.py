@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lnssm_jax.files.atomic import named, write_output
+from lnssm_jax.files.buckets import local
 from train import config
 from train.config import apply_overrides
 from train.messages import show, show_generated, show_json
@@ -168,7 +170,7 @@ def tokenize(options: argparse.Namespace) -> None:
     raise ValueError(
       "tokenize needs either --config FILE, or --input PATH... --output PREFIX --tokenizer SPEC."
     )
-  from train.data import preflight, tokenize
+  from train.data import in_bucket, preflight, tokenize
 
   how = {"workers": options.workers, "progress": True, "force": options.force}
   if options.config:
@@ -176,13 +178,14 @@ def tokenize(options: argparse.Namespace) -> None:
     if not options.force:
       preflight.require(cfg)
     sidecars = tokenize.prepare(cfg.data, **how, least=preflight.windowed(cfg))
-    results = {str(Path(cfg.data.folder) / name): sidecars[name] for name in sidecars}
+    results = {f"{cfg.data.folder}/{name}": sidecars[name] for name in sidecars}
   else:
     missing = [name for name in ("output", "tokenizer") if not getattr(options, name)]
     if missing:
       raise ValueError(f"--input also needs --{' and --'.join(missing)}.")
-    folder = Path(options.output).parent
-    name = Path(options.output).name
+    parent, name = os.path.split(options.output)
+    in_bucket.fetch(parent, [name])
+    folder = local(parent)
     # Also with commas, as in --set data.fields.NAME=prompt,completion.
     fields = tuple(key for word in options.fields or () for key in word.split(","))
     given = {"fields": fields, "targets": options.targets}
@@ -200,8 +203,9 @@ def tokenize(options: argparse.Namespace) -> None:
       progress=True,
     )
     sidecar = tokenize.tokenize_to(
-      options.output, options.input, tokenizer, rows=tokenize.rows_of(data, name), **how
+      folder / name, options.input, tokenizer, rows=tokenize.rows_of(data, name), **how
     )
+    in_bucket.publish(parent, [name])
     results = {options.output: sidecar}
   for prefix, sidecar in results.items():
     counts = "unchanged"

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from lnssm_jax.files import buckets
+from lnssm_jax.files.buckets import Bucket
 from lnssm_jax.pretrained import hugging_face
 from train import config
 from train.cluster import compile_cache, distributed
@@ -37,6 +39,8 @@ def describe(cfg: config.Train) -> None:
   programs = None if cfg.compile_cache == compile_cache.IN_RUN else cfg.compile_cache
   with compile_cache.at(programs):
     mesh = make_mesh(cfg)
+    if buckets.is_bucket(cfg.run_dir):
+      console.say(f"bucket      {cfg.run_dir}, {len(Bucket(cfg.run_dir).files())} files")
     run_summary.devices(console, mesh)
     check_length(cfg.model, "seq_len", cfg.seq_len)
     params = abstract_state(cfg, mesh)["params"]

@@ -38,6 +38,14 @@ EXAMPLES = """\
 # Commands that do nothing but print.
 _PRINTING = ("evaluate", "generate", "inspect")
 
+# Which of a command's paths may be folders in buckets.
+_IN_BUCKETS = {
+  "export": ("folder", "out"),
+  "tokenize": ("output",),
+  **dict.fromkeys(("fit", "evaluate", "generate"), ("run_dir",)),
+  **dict.fromkeys(("import", "inspect", "serve", "verify"), ("folder",)),
+}
+
 # Commands of earlier versions, and what has taken their place.
 _TASKS = "mqar listops image choice cloze babilong babilong-samples recall rouge niah"
 MOVED = {
@@ -48,7 +56,8 @@ MOVED = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs one command; returns its exit code, see `train.cli.program.run`."""
-  return program.run(_parser(), arguments, package=train, moved=MOVED, printing=_PRINTING)
+  how = {"moved": MOVED, "printing": _PRINTING, "in_buckets": _IN_BUCKETS}
+  return program.run(_parser(), arguments, package=train, **how)
 
 
 def _parser() -> Parser:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import lnssm_jax
-from lnssm_jax.files.atomic import is_address, no_address
+from lnssm_jax.files import buckets
 from lnssm_jax.files.printable import MAX_LINE, printable
 from train.cli.errors import explained
 from train.config.checked import did_you_mean
@@ -73,6 +73,7 @@ def run(
   package: ModuleType,
   moved: Mapping[str, str] = {},
   printing: Sequence[str] = (),
+  in_buckets: Mapping[str, Sequence[str]] = {},
 ) -> int:
   """Runs one command; returns its exit code: 0 success, 1 failure while running, 2 wrong usage,
   3 diverged, 129 a run stopped by SIGHUP, 130 interrupted, and what --stopped-code says.
@@ -84,6 +85,7 @@ def run(
     moved: first words of commands that are elsewhere now, and the whole new command.
     printing: commands that do nothing but print: a reader that exits early, such as `head`, has
       enough.
+    in_buckets: names of the paths of a command that may be folders in buckets.
   """
   arguments = list(sys.argv[1:] if arguments is None else arguments)
   for old, new in moved.items():
@@ -99,10 +101,16 @@ def run(
   for name in _PATHS:
     given = getattr(options, name, None)
     for path in given if isinstance(given, list) else [given]:
-      if path is not None and is_address(path):
+      supported = name in in_buckets.get(options.command, ())
+      if path is None or (supported and buckets.is_bucket(path)):
+        continue
+      if buckets.is_address(path):
         label = name if name in _PLACED else f"--{name.replace('_', '-')}"
-        parser.error(no_address(label, path))
+        parser.error(buckets.no_address(label, path, supported))
   try:
+    for name in in_buckets.get(options.command, ()):
+      if name in ("folder", "run_dir") and options.command != "fit":
+        _fetch(options, name)
     return options.run(options) or 0
   except KeyboardInterrupt:
     message, code = "interrupted\n", 130
@@ -119,6 +127,14 @@ def run(
   if code and _is_joined():
     _leave(code)
   return code
+
+
+def _fetch(options: argparse.Namespace, name: str) -> None:
+  """Replaces a path in a bucket, which a command reads, by that of its local copy."""
+  if buckets.is_bucket(getattr(options, name)):
+    from train.runs import bucket
+
+    setattr(options, name, str(bucket.fetched(getattr(options, name))))
 
 
 def _leave(code: int) -> NoReturn:

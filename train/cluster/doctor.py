@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lnssm_jax.files import buckets
+from lnssm_jax.files.buckets import Bucket, local
 from lnssm_jax.ops.core.dispatch import device
 from train import config
 from train.cluster import device_mesh, distributed, launcher
@@ -53,7 +55,9 @@ def examine(cfg: config.Train | None, say: Say) -> bool:
       report(f"mesh         {sizes}")
     except ValueError as error:
       problems.append(str(error))
-    problems += _folder(Path(cfg.run_dir), report)
+    problems += _folder(local(cfg.run_dir), report)
+    if buckets.is_bucket(cfg.run_dir) and distributed.is_first():
+      problems += _bucket(cfg.run_dir, report)
   problems = list(dict.fromkeys(line for lines in _gather_lines(problems) for line in lines))
   for problem in problems:
     report(f"PROBLEM      {problem}")
@@ -136,6 +140,20 @@ def _folder(path: Path, report: Say) -> list[str]:
     return [f"run_dir={str(path)!r} is not the same folder for all processes; use a shared "
             "file system"]  # fmt: skip
   return []
+
+
+def _bucket(address: str, report: Say) -> list[str]:
+  """Checks that process 0 can write, read and remove files of a bucket."""
+  name = f"doctor-{secrets.token_hex(4)}"
+  try:
+    bucket = Bucket(address)
+    bucket.write(name, b"x")
+    same = bucket.read(name) == b"x"
+    bucket.remove([name])
+  except ValueError as error:
+    return [str(error)]
+  report(f"bucket       {address}, writable")
+  return [] if same else [f"{address} does not return what was written"]
 
 
 def _gather(text: str) -> list[str]:

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from lnssm_jax.files.atomic import is_address, no_address
+from lnssm_jax.files import buckets
 from lnssm_jax.files.checked_json import MAX_DEPTH
 from lnssm_jax.files.printable import PrintableError, printable
 
@@ -114,9 +114,17 @@ def at_most(label: str, value: float, most: int) -> None:
   check(value <= most, f"{label}={value} must be at most {most}.")
 
 
-def check_path(label: str, value: str) -> None:
-  """Raises `ConfigError` unless `value`, the setting called `label`, can be a path."""
-  check(not is_address(value), no_address(label, value))
+def check_path(label: str, value: str, *, in_bucket: bool = False) -> None:
+  """Raises `ConfigError` unless `value`, the setting called `label`, can be a path.
+
+  Args:
+    in_bucket: whether it may be a folder in a bucket.
+  """
+  supported = in_bucket and buckets.is_bucket(value)
+  check(supported or not buckets.is_address(value), buckets.no_address(label, value, in_bucket))
+  if supported:
+    with contextlib.suppress(buckets.BucketError):
+      value = str(buckets.local(value))
   check("\0" not in value, f"{label}={value!r:.80} has a null character, as no path does.")
   check(
     not any("\ud800" <= x <= "\udfff" for x in value),

@@ -108,7 +108,7 @@ class Data:
       self.tokenizer != "",
       "data.tokenizer is empty; give 'bytes', 'bpe:N' or the path of a tokenizer.json.",
     )
-    check_path("data.folder", self.folder)
+    check_path("data.folder", self.folder, in_bucket=True)
     check_path("data.tokenizer", self.tokenizer)
     for name, source in self.sources.items():
       check_path(f"data.sources.{name}", source)
@@ -355,7 +355,7 @@ class Train:
     check(self.compile_cache != "", "compile_cache is empty; give a folder, or None.")
     check_path("compile_cache", self.compile_cache or "")
     check(self.run_dir != "", "run_dir is empty; give the folder that the run writes into.")
-    check_path("run_dir", self.run_dir)
+    check_path("run_dir", self.run_dir, in_bucket=True)
     positive = "steps seq_len global_batch accumulate checkpoint_every eval_every log_every"
     for name in (*positive.split(), "keep_checkpoints", "max_skipped"):
       at_least(name, getattr(self, name), 1)

@@ -4,10 +4,10 @@ Token files are opened, but not read; of text only names and sizes are looked at
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from lnssm_jax.files.buckets import local
 from train import config
-from train.data import sources, streams
+from train.data import in_bucket, sources, streams
 from train.data.errors import DataError
 from train.data.indexed import IndexedDataset
 from train.data.sidecars import check_owner, origin_of, up_to_date
@@ -33,11 +33,12 @@ def missing(cfg: config.Train) -> list[str]:
       one window of `seq_len` tokens; token files are damaged, or belong to another config.
   """
   data, tokenizer, lines = cfg.data, None, []
-  path = tokenizer_path(data.tokenizer, data.folder)
+  in_bucket.fetch(data.folder, data.token_sets)
+  path = tokenizer_path(data.tokenizer, local(data.folder))
   if path is None or path.exists():
     tokenizer = tokenizer_of(data)
     check_vocabulary(tokenizer, cfg.model.vocab_size)
-  elif path != bpe_path(data.folder):  # which a run trains
+  elif path != bpe_path(local(data.folder)):  # which a run trains
     lines.append(no_tokenizer(data.tokenizer))
   if data.stream:
     for name in data.train:
@@ -76,7 +77,7 @@ def _check_set(
   tokenizer: Tokenizer | None,
   text: tuple[str, list[sources.Input]] | None,  # None: only the token files are here
 ) -> None:
-  prefix, least = Path(cfg.data.folder) / name, windowed(cfg).get(name, 1)
+  prefix, least = local(cfg.data.folder) / name, windowed(cfg).get(name, 1)
   if text is not None:
     source, files = text
     origin = origin_of([source], files, tokenizer, rows_of(cfg.data, name))

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from lnssm_jax.files.atomic import locked
+from lnssm_jax.files.buckets import local
 from lnssm_jax.pretrained.special_tokens import InText
-from train.data import fingerprints, sources
+from train.data import fingerprints, in_bucket, sources
 from train.data.encoding import encode, limit_threads
 from train.data.errors import DataError, writing
 from train.data.indexed import CHECKSUMS, IndexedDataset, IndexedWriter, dtype_for
@@ -91,8 +92,9 @@ def prepare(
     DataError: see `tokenize_to`; or a set has neither files nor a source, or is too short, or its
       files have changed since they were written (`train.data.fingerprints`).
   """
-  with writing(data.folder):
-    Path(data.folder).mkdir(parents=True, exist_ok=True)
+  in_bucket.fetch(data.folder, data.token_sets)
+  with writing(local(data.folder)):
+    local(data.folder).mkdir(parents=True, exist_ok=True)
   names = list(data.token_sets)
   for name in names:
     _check_name(name)
@@ -105,17 +107,18 @@ def prepare(
   how = {"progress": progress, "force": force}
   of_file = {"end_of_text": data.end_of_text, "add_special_tokens": add_special_tokens_of(data)}
   tokenizer = load_or_train(
-    data.tokenizer, data.folder, list(origins), fields=origins, **of_file, **how
+    data.tokenizer, local(data.folder), list(origins), fields=origins, **of_file, **how
   )
   options = {"workers": workers, **how}
   sidecars = dict.fromkeys(names)
   for name in sorted(names, key=lambda name: _size(text_of(data, name))):
-    prefix = Path(data.folder) / name
+    prefix = local(data.folder) / name
     sidecars[name] = sidecar = _prepare_set(data, name, tokenizer, options)
     if sidecar is not None:
       fingerprints.check(prefix, sidecar, whole=whole)
     if name in least:
       check_length(prefix, IndexedDataset(prefix).num_tokens, least[name])
+  in_bucket.publish(data.folder, names)
   return sidecars
 
 
@@ -306,7 +309,7 @@ def text_of(data: DataSettings, name: str) -> tuple[str, list[sources.Input]] | 
   Raises:
     DataError: neither is.
   """
-  prefix, source = Path(data.folder) / name, _source(data, name)
+  prefix, source = local(data.folder) / name, _source(data, name)
   try:
     if source is None:
       raise DataError(
@@ -332,7 +335,7 @@ def check_length(prefix: str | Path, tokens: int, least: int) -> None:
 def _prepare_set(
   data: DataSettings, name: str, tokenizer: Tokenizer, options: dict[str, Any]
 ) -> dict[str, Any] | None:
-  prefix, text = Path(data.folder) / name, text_of(data, name)
+  prefix, text = local(data.folder) / name, text_of(data, name)
   if text is None:
     sidecar, source = _adopt(prefix, tokenizer), _source(data, name)
     theirs = (sidecar or {}).get("source", [source])

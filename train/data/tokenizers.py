@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import tokenizers
 
 from lnssm_jax.files.atomic import replace_file
+from lnssm_jax.files.buckets import local
 from lnssm_jax.pretrained.special_tokens import Added, read_settings, token_of
 from lnssm_jax.pretrained.tokenizers import (
   END_OF_TEXT,
@@ -40,7 +41,7 @@ class TokenizerSettings(Protocol):
 def tokenizer_of(data: TokenizerSettings) -> Tokenizer:
   """Loads the tokenizer of a config; errors as of `load_tokenizer`."""
   end, add = data.end_of_text, add_special_tokens_of(data)
-  return load_tokenizer(data.tokenizer, data.folder, end, add_special_tokens=add)
+  return load_tokenizer(data.tokenizer, local(data.folder), end, add_special_tokens=add)
 
 
 def add_special_tokens_of(data: TokenizerSettings) -> AddSpecialTokens:

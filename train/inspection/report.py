@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lnssm_jax.files.buckets import local
 from lnssm_jax.files.reading import DataError, read_json
 from lnssm_jax.pretrained.manifest import MANIFEST, TENSORS, is_exported, read_manifest
 from train.checkpoint import step_folders
@@ -253,7 +254,7 @@ def _token_sets(data: Any) -> Report:
   groups = [data.get(group) for group in ("train", "validation")] if isinstance(data, dict) else []
   for name in (name for names in groups if isinstance(names, list) for name in names):
     try:
-      values = read_json(Path(data["folder"]) / f"{name}.json", 1 << 24)
+      values = read_json(local(data["folder"]) / f"{name}.json", 1 << 24)
       found[name] = {key: values.get(key) for key in ("documents", "tokens", "bytes")}
     except (OSError, ValueError, LookupError):
       found[name] = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from lnssm_jax.files.buckets import local
 from train import config
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
 from train.logging.console import Console, train_line
@@ -30,7 +31,7 @@ class MetricReader(Callback):
   def __init__(self, cfg: config.Train, run: RunFolder, console: Console, devices: list):
     self._cfg, self._run, self._console, self._devices = cfg, run, console, devices
     self._tokens_per_step = cfg.global_batch * cfg.seq_len
-    self._tokens_per_byte = tokens_per_byte(cfg.data.folder, cfg.data.train)
+    self._tokens_per_byte = tokens_per_byte(local(cfg.data.folder), cfg.data.train)
     known = flops.peak_flops(devices[0]) is not None
     self._flops = flops.model_flops_per_token(cfg.model, cfg.seq_len) if known else None
     self._clock = Clock(self._tokens_per_step)

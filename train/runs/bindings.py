@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.files.buckets import local
 from lnssm_jax.files.printable import PrintableError
 from train import config
 from train.config.changes import flatten, is_free, model_differences
@@ -31,7 +32,7 @@ def inputs(data: config.Data, sidecars: Mapping[str, Mapping[str, Any] | None]) 
   found = {
     name: {
       "sha256": (sidecar or {}).get("sha256"),
-      "sample": fingerprints.sample(Path(data.folder) / name),
+      "sample": fingerprints.sample(local(data.folder) / name),
       **{key: value for key, value in (sidecar or {}).items() if key == "weights_sha256"},
     }
     for name, sidecar in sidecars.items()
@@ -116,7 +117,7 @@ def check_tokenizer(metadata: Mapping[str, Any], data: config.Data, fingerprint:
   `fingerprint` is that of the tokenizer of `data`.
   """
   if metadata.get("tokenizer") not in (None, fingerprint):
-    path = tokenizer_path(data.tokenizer, data.folder)
+    path = tokenizer_path(data.tokenizer, local(data.folder))
     named = f"data.tokenizer={data.tokenizer!r}{f' ({path})' if path else ''}"
     raise BindingError(
       f"{named} is not the tokenizer of this run: it has changed since, and its tokens mean other"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from lnssm_jax.files.buckets import local
 from train import config
 from train.cluster import compile_cache, device_mesh, distributed
 from train.data.bits_per_byte import bits_per_byte, tokens_per_byte
@@ -44,7 +45,7 @@ def run(cfg: config.Train, *, ema: bool = False) -> list[Row]:
   prepare(cfg.data, progress=True)
   bindings.checked_tokenizer(metadata, cfg.data)
   evaluator = Evaluator(cfg, model_graph(cfg.model), mesh)
-  reference.load(reference.pairs_of(evaluator.sources.values()), Path(cfg.run_dir))
+  reference.load(reference.pairs_of(evaluator.sources.values()), local(cfg.run_dir))
   return evaluator(step, params)
 
 
@@ -165,7 +166,7 @@ class Evaluation(Callback):
 def open_sets(cfg: config.Train) -> dict[str, Source]:
   """Opens and checks the validation sets of a config, by name."""
   data, (length, size) = cfg.data, (cfg.seq_len, cfg.model.vocab_size)
-  prefixes = {name: f"{data.folder}/{name}" for name in data.validation}
+  prefixes = {name: f"{local(data.folder)}/{name}" for name in data.validation}
   if data.weighting == "documents":
     length = data.document_length or length
     return {name: Documents(prefix, length, size) for name, prefix in prefixes.items()}
@@ -208,5 +209,5 @@ def row_of(
     counts = {"tokens": source.num_predicted, "documents": len(source)}
     return row | {"bits_per_byte": None} | counts
   # Of the whole set, also where `eval_tokens` leaves most of it out.
-  bits = bits_per_byte(loss, tokens_per_byte(cfg.data.folder, [name]))
+  bits = bits_per_byte(loss, tokens_per_byte(local(cfg.data.folder), [name]))
   return row | {"bits_per_byte": bits, "tokens": int(weight)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lnssm_jax.files.atomic import new_folder
+from lnssm_jax.files.buckets import local
 from lnssm_jax.mixers import expand_partitions
 from lnssm_jax.pretrained import chat, exports, hugging_face, saving
 from lnssm_jax.pretrained.exports import ExportError, Manifest
@@ -91,7 +92,7 @@ def export_run(
           (partial / name).write_text(content)
     return None
   write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
-  return exports.read_manifest(out)
+  return exports.read_manifest(local(out))
 
 
 def _export_adapter(run: config.Train, out: str | Path, step: int | None) -> None:

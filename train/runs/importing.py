@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from lnssm_jax.files.atomic import new_folder
+from lnssm_jax.files.buckets import fetched
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
 from lnssm_jax.pretrained.manifest import NO_TOKENIZER
@@ -35,7 +36,7 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
     DataError: the tokenizer of `cfg` is missing.
     OSError: the run folder cannot be written.
   """
-  folder = Path(folder)
+  folder = fetched(folder)
   if not exports.is_exported(folder) and folders.is_published(folder):
     tokenizer = _checked_published(folder, cfg)
     read = lambda: (0, _published_params(folder, cfg.model))

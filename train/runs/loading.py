@@ -17,7 +17,7 @@ from train.checkpoint import store
 from train.cluster.device_mesh import make_mesh
 from train.data.tokenizers import Tokenizer
 from train.messages import warn
-from train.runs import bindings
+from train.runs import bindings, bucket
 from train.runs.run_folder import RunFolder, RunFolderError
 from train.step.model import model_graph
 from train.step.state import abstract_state
@@ -42,7 +42,7 @@ def load_model(path: str | Path, *, step: int | None = None, ema: bool = False) 
     BindingError: config.json has another model than the checkpoint.
     ExportError: an exported or published folder is damaged or inconsistent.
   """
-  path = Path(path)
+  path = bucket.fetched(path)
   if not (exports.is_exported(path) or folders.is_published(path)):
     cfg = RunFolder(path).load_config()  # the folder may have been moved
     return of_run(dataclasses.replace(cfg, run_dir=str(path)), step=step, ema=ema)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lnssm_jax.files import buckets
 from lnssm_jax.files.atomic import make_folder, replace_file
 from lnssm_jax.files.printable import shell_word
 from lnssm_jax.files.reading import FORMAT
@@ -24,6 +25,7 @@ from train.config.changes import differences, is_free
 from train.config.versions import versions
 from train.loop import Callback, Moment
 from train.messages import Say, warn
+from train.runs import bucket
 from train.runs.config_file import CONFIG, RunFolderError, read, read_config
 from train.runs.metrics_file import MetricsFile
 from train.runs.rows import Row
@@ -57,6 +59,8 @@ class RunFolder(Callback):
 
   def __init__(self, path: str | Path):
     self.path = Path(path)
+    if buckets.is_bucket(path):
+      self.path = Path(distributed.on_first(lambda: str(bucket.fetched(path))))
     self.config_file = self.path / CONFIG
     self.metrics_file = self.path / "metrics.jsonl"
     self.checkpoints = self.path / "checkpoints"
