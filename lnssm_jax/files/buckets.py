@@ -128,7 +128,7 @@ class Bucket:
     def get(name: str) -> None:
       path = folder / name
       path.parent.mkdir(parents=True, exist_ok=True)
-      partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+      partial = path.with_name(f".{secrets.token_hex(8)}")
       try:
         self._fs.get_file(self._path(name), str(partial))
         partial.replace(path)

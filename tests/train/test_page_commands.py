@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from backports import zstd
@@ -146,6 +147,8 @@ def test_commands_of_the_first_pages_run_in_their_order(tmp_path, monkeypatch, c
 def test_commands_and_program_of_the_training_page_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   write_inputs()
+  memory = fsspec.filesystem("memory", skip_instance_cache=True)
+  monkeypatch.setattr(fsspec, "filesystem", lambda *_, **__: memory)  # in place of gs://
   done = set()
   for line in commands("docs/training.md"):
     if line.startswith("train fit") and "--dry-run" not in line and "run_dir" not in line:

@@ -20,6 +20,7 @@ from typing import Any
 from lnssm_jax.files import buckets
 from lnssm_jax.files.atomic import replace_file
 from lnssm_jax.files.buckets import Bucket, BucketError
+from lnssm_jax.files.checked_json import parse
 from lnssm_jax.files.printable import printable
 from train.checkpoint import digests, step_folders
 from train.checkpoint.step_folders import CheckpointError
@@ -51,14 +52,14 @@ def fetched(path: str | Path) -> Path:
     return folder
   content = bucket.read(CONFIG)
   steps = _committed(bucket)
-  if content is None or not (steps or _is_run(content)):
+  if content is None or not (steps or "run_dir" in _object(content)):
     if step_folders.newest_step(folder / CHECKPOINTS) is not None:
       raise RunFolderError(
         f"there is no run in {bucket.address}, but there is one in its local copy {folder}; remove"
         " that folder to start again, or copy it into the bucket."
       )
     return buckets.fetched(path) if bucket.files() else folder
-  ours, theirs = digests.run_id(folder), json.loads(content).get("run")
+  ours, theirs = digests.run_id(folder), _object(content).get("run")
   if ours not in (None, theirs):
     raise RunFolderError(
       f"the local copy {folder} is not of the run in {bucket.address}; remove that folder."
@@ -106,21 +107,21 @@ def _committed(bucket: Bucket) -> list[int]:
   return sorted(int(x[1]) for x in names if x[2:] == [digests.FILE] and x[1].isdecimal())
 
 
-def _is_run(content: bytes) -> bool:
-  with contextlib.suppress(ValueError):
-    return "run_dir" in json.loads(content)
-  return False
-
-
 def _wrote_last(bucket: Bucket, folder: Path) -> bool:
-  with contextlib.suppress(OSError, ValueError):
-    return _writer(bucket).get("id") == json.loads((folder / WRITER).read_bytes())["id"]
+  with contextlib.suppress(OSError):
+    ours = _object((folder / WRITER).read_bytes()).get("id")
+    return ours is not None and _writer(bucket).get("id") == ours
   return False
 
 
 def _writer(bucket: Bucket) -> dict[str, Any]:
+  return _object(bucket.read(WRITER))
+
+
+def _object(content: bytes | None) -> dict[str, Any]:
+  """The JSON object of a file; an empty one for anything else."""
   with contextlib.suppress(ValueError):
-    found = json.loads(bucket.read(WRITER) or b"{}")
+    found = parse(content or b"")
     return found if isinstance(found, dict) else {}
   return {}
 
@@ -201,7 +202,7 @@ class Mirror(Callback):
     if before and not before.get("ended") and not _wrote_last(self._bucket, self._folder):
       host, end = printable(before.get("host"), 80), time.monotonic() + STALE
       self._say(f"{host} may be training in {self._bucket.address}; waiting up to {STALE:.0f} s")
-      while time.monotonic() < end:
+      while end > time.monotonic():
         time.sleep(min(2.0, BEAT / 4))
         if (now := _writer(self._bucket)) != before and not now.get("ended"):
           raise RunFolderError(
