@@ -138,9 +138,9 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   It is removed after an exception. If `path` is in a bucket, it is then uploaded.
 
   Raises:
-    error: `path` exists and is not an empty folder, or is an address of another kind.
+    error: `path` exists and is not an empty folder.
     OSError: the folder cannot be written.
-    BucketError: the bucket cannot be written.
+    BucketError: the bucket cannot be written, or the address is of another kind.
   """
   address, path = path, buckets.local(path).absolute()
   if buckets.is_bucket(address):

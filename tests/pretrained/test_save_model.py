@@ -8,6 +8,7 @@ from flax import nnx
 
 import lnssm_jax
 from lnssm_jax import linen, mixers, models
+from lnssm_jax.files.buckets import BucketError
 from lnssm_jax.generate import SamplingOptions
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import ExportError, exports
@@ -79,8 +80,8 @@ def test_what_cannot_be_opened_again_is_not_saved(tmp_path):
     save(random_model(mixer="lrn", vocab_size=50), "bytes")
   with pytest.raises(ValueError, match="model is of the class dict"):
     save(params_of(model))
-  with pytest.raises(ExportError, match="is the address of a bucket"):
-    lnssm_jax.save_model("gs://bucket/model", model)
+  with pytest.raises(BucketError, match="is no folder of a bucket; use gs://BUCKET/FOLDER"):
+    lnssm_jax.save_model("az://bucket/model", model)
   broken = random_model(mixer="lrn")
   broken.norm.scale[...] = np.full(16, np.nan, np.float32)
   with pytest.raises(ExportError, match=r"norm.scale has numbers that are NaN"):
