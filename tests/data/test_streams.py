@@ -10,6 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from train.data import streams
+from train.data.encoding import encode
 from train.data.errors import DataError
 from train.data.indexed import IndexedWriter
 from train.data.streams import Stream, StreamBatches
@@ -123,6 +125,21 @@ def test_dataset_is_read_in_another_order_in_each_epoch():
   assert sorted(first) == sorted(second) == want and first != second
   other = Stream("documents_of_a_test:dataset", BYTES, 60, 257, key="body", seed=2).tokens(0, 0)
   assert [next(other)[2].tolist() for _ in first] != first
+
+
+def test_stream_encodes_special_tokens_as_it_is_told_and_checks_ids(monkeypatch):
+  asked = []
+
+  def told(documents, tokenizer, special_tokens):
+    asked.append(special_tokens)
+    return encode(documents, tokenizer, special_tokens)
+
+  monkeypatch.setattr(streams, "encode", told)
+  options = {"special_tokens": "parse"}
+  next(Stream("documents_of_a_test:texts", BYTES, 60, 257, **options).tokens(0, 0))
+  assert asked == ["parse"]
+  with pytest.raises(DataError, match=r"document 1: token 0 has the id 100, but .* \[0, 100\)"):
+    batches(Stream("documents_of_a_test:texts", BYTES, 60, 100), 1)
 
 
 def test_process_keeps_its_rows_of_each_batch():

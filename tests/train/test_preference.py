@@ -1,6 +1,7 @@
 """Preference tuning: the loss of pairs against float64, rows of pairs, and whole runs."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -12,18 +13,22 @@ import pytest
 
 from tests.train.test_loss import inputs
 from train import trainer
+from train.cluster import device_mesh
 from train.config import ConfigError, Data
 from train.data import IndexedDataset
 from train.data.errors import DataError
-from train.data.windows import TokenWindows
+from train.data.windows import Mixture, RandomCrops, TokenWindows
 from train.runs import evaluation, reference
 from train.runs.run_folder import RunFolder
 from train.step.loss import next_token_nats
 from train.step.preference import preference_loss
 
 BETA, SMOOTHING = 0.7, 0.1
-# Pairs of documents (0, 1), (2, 3), ..; the fourth document of the second row is padding.
-SEGMENTS = np.array([[0] * 3 + [1] * 4 + [2] * 2 + [3] * 4, [0] * 5 + [1] * 5 + [2] * 3, [0] * 13])
+# Pairs of documents (0, 1), (2, 3), ..; the third document of the second row is padding, the chosen
+# answer of the first row's second pair has no target, and those of the third row one token each.
+SEGMENTS = np.array(
+  [[0] * 3 + [1] * 4 + [2] * 2 + [3] * 5, [0] * 5 + [1] * 5 + [2] * 4, [*range(14)]]
+)
 
 
 def in_float64(hidden, head, targets, weights, ref):
@@ -60,7 +65,7 @@ def test_preference_loss_and_gradients_match_float64():
   be NaN."""
   hidden, head, targets, weights = inputs(SEGMENTS.shape[1], dtype=np.float32)
   weights = np.float32(weights > 0)
-  weights[1, SEGMENTS[1] == 2], weights[2] = 0, 0  # padding
+  weights[1, SEGMENTS[1] == 2], weights[0, SEGMENTS[0] == 2], weights[2, :2] = 0, 0, 0
   hidden /= 2
   ref = np.random.default_rng(5).uniform(2, 9, weights.shape).astype(np.float32) * weights
   loss, margins, *gradients = in_float64(hidden, head, targets, weights, ref)
@@ -77,12 +82,38 @@ def test_preference_loss_and_gradients_match_float64():
     return jax.value_and_grad(of, (0, 1), has_aux=True)(hidden, head)
 
   (_, sums), got = found(hidden, head)
-  assert sums.weight == len(margins) == 3 and 0 < np.sum(np.array(margins) > 0) < 3
+  count = len(margins)
+  assert sums.weight == count == 9 and 0 < np.sum(np.array(margins) > 0) < count
   np.testing.assert_allclose(sums.nats, loss, rtol=1e-6)
   np.testing.assert_allclose(sums.measures["reward_margin"], sum(margins), rtol=1e-5)
   assert sums.measures["reward_accuracy"] == np.sum(np.array(margins) > 0)
   for x, want in zip(got, gradients, strict=True):
     np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+def test_preference_loss_of_time_in_two_shards_is_that_of_all():
+  """In equal parts of the sums, and in gradients; pairs of all sizes, also across the boundary."""
+  rng = np.random.default_rng(0)
+  nats, ref = rng.uniform(2, 9, (2, *SEGMENTS.shape)).astype(np.float32)
+  arrays = ref, np.int32(SEGMENTS), np.ones_like(nats)
+  loss = functools.partial(preference_loss, beta=BETA, label_smoothing=SMOOTHING)
+  in_two = lambda x: x.reshape(len(x), 2, -1).swapaxes(0, 1)
+  shards = jax.vmap(functools.partial(loss, axis_name="time"), axis_name="time")
+
+  @jax.jit
+  def found(nats):
+    parts = lambda nats: shards(*map(in_two, (nats, *arrays)))
+    whole = lambda nats: loss(nats, *arrays)
+    total = lambda of: lambda nats: ((sums := of(nats)).nats.sum(), sums)
+    both = [jax.value_and_grad(total(of), has_aux=True)(nats) for of in (parts, whole)]
+    return *both, loss(ref, *arrays)
+
+  ((_, parts), got), ((_, whole), want), first = found(nats)
+  for part, sums in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_allclose(part, [sums / 2] * 2, rtol=1e-6)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+  assert first.measures["reward_accuracy"] == 0  # of the model before the first step
+  np.testing.assert_allclose(first.nats, first.weight * np.log(2), rtol=1e-6)
 
 
 @pytest.fixture
@@ -132,6 +163,36 @@ def test_windows_hold_whole_pairs(pairs, tmp_path):
                {"sources": {"odd": str(tmp_path / "odd.jsonl")}})  # fmt: skip
     trainer.prepare(odd)
     TokenWindows(f"{cfg.data.folder}/odd", 64, 257, whole=[2])
+
+
+def test_references_of_all_sets_are_those_of_their_windows_and_are_found_again(
+  pairs, tmp_path, monkeypatch
+):
+  """Also where the last batch is not full, and in a mixture of sets."""
+  cfg = pairs(seq_len=64, global_batch=4)
+  trainer.prepare(cfg.data)
+  step, mesh = lambda params, batch: params * batch["targets"], device_mesh.make_mesh(cfg)
+  monkeypatch.setattr(reference, "make_reference_step", lambda *_: step)
+  monkeypatch.setattr(reference.compile_cache, "found_by_trace", lambda step, *_: step)
+
+  def opened():
+    windows = trainer.training_set(cfg), evaluation.open_sets(cfg)["validation"]
+    sets = Mixture(dict(zip("ab", windows, strict=True)), {"a": 1, "b": 1})
+    found = reference.pairs_of([sets, RandomCrops(windows[0], 0), 3])
+    assert [*map(len, found)] == [len(windows[n]) for n in (0, 1, 0)]
+    return found[:2]
+
+  first = opened()
+  how = cfg, None, mesh, np.float32(0.5), first, tmp_path, None, lambda line: None
+  reference.compute(*how)
+  again = opened()
+  reference.load(again, tmp_path)
+  assert any(len(source) % cfg.global_batch for source in first)
+  for source in (*first, *again):
+    want = [0.5 * window["targets"] for window in source]
+    np.testing.assert_array_equal(source.reference, want)
+  with pytest.raises(DataError, match="gives tokens a probability of 0 or none"):
+    reference.compute(*how[:3], np.float32(np.nan), *how[4:])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs with `data.stream`: text that is encoded while it is read, resumed exactly."""
 
+import inspect
 import json
 import sys
 import types
@@ -12,6 +13,7 @@ from tests.train.test_labeled_runs import losses
 from train import trainer
 from train.config import ConfigError, to_dict
 from train.data.errors import DataError
+from train.data.streams import Stream
 
 
 @pytest.mark.slow
@@ -50,6 +52,22 @@ def test_killed_run_on_a_stream_resumes_bit_exact(
 def test_setting_that_a_stream_cannot_have_is_named(tiny, changes, message):
   with pytest.raises(ConfigError, match=f"data.stream=True cannot be used with .*{message}"):
     tiny(**{f"data__{name}": value for name, value in changes.items()}, data__stream=True)
+
+
+def test_stream_of_a_run_is_read_by_its_settings(tiny, monkeypatch):
+  given = {}
+
+  def told(*arguments, **options):
+    given.update(inspect.signature(Stream).bind(*arguments, **options).arguments)
+
+  monkeypatch.setattr(trainer, "Stream", told)
+  wanted = {"boundaries": "ignore", "special_tokens": "parse"}
+  changes = {f"data__{name}": value for name, value in wanted.items()}
+  fields = {"train": ("body",)}
+  cfg = tiny(data__stream=True, seed=7, data__fields=fields, **changes)
+  trainer._stream(cfg)
+  wanted |= {"key": "body", "seed": 7, "seq_len": cfg.seq_len, "vocab_size": cfg.model.vocab_size}
+  assert given | wanted == given and given["source"] == cfg.data.sources["train"]
 
 
 def test_source_of_a_stream_is_opened_before_anything_is_compiled(tiny, monkeypatch):
