@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import pytest
 
@@ -17,6 +18,9 @@ from train.checkpoint import digests, saver, step_folders, store, verify
 from train.checkpoint.step_folders import CheckpointError
 from train.checkpoint.store import Checkpoints, newest_step
 from train.cluster.stop_signal import StopSignal
+from train.runs.loading import load_model
+from train.runs.run_folder import RunFolder
+from train.step.model import params_of
 
 # What a process runs: `fit`, whose saves fail for a while in two ways, and then a signal.
 FAILING = """
@@ -292,23 +296,21 @@ async def begin_or_fail(*args, **options):
     raise OSError(5, "Input/output error")
   return await begin(*args, **options)
 
-MetricReader.push, execution._run_blocking_save = push_and_harm, begin_or_fail
+if harm != "none":
+  MetricReader.push, execution._run_blocking_save = push_and_harm, begin_or_fail
 sys.argv[1:] = ["fit", "--config", sys.argv[1], "--stopped-code", "75"]
 process.run()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("harm", ["files", "descriptors", "folders"])
-def test_failed_saves_of_one_of_two_processes_stop_neither(harm, tiny, config_file, command):
-  only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
-  cfg = tiny(steps=100_000, checkpoint_every=5, eval_every=100_000, mesh__fsdp=2, **only)
+def in_two(command, config, harm):
+  """(exit codes, what process 0 said) of a run in two processes."""
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     address = f"localhost:{probe.getsockname()[1]}"
   processes = [
     command(
-      *("-W", "default", "-c", FAILING_ALONE, config_file(cfg), harm),
+      *("-W", "default", "-c", FAILING_ALONE, config, harm),
       JAX_COORDINATOR_ADDRESS=address,
       JAX_NUM_PROCESSES="2",
       JAX_PROCESS_ID=str(number),
@@ -320,16 +322,40 @@ def test_failed_saves_of_one_of_two_processes_stop_neither(harm, tiny, config_fi
   finally:
     for process in processes:
       process.kill()
-  codes = [process.returncode for process in processes]
+  return [process.returncode for process in processes], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["files", "descriptors", "folders"])
+def test_failed_saves_of_one_of_two_processes_stop_neither_and_change_nothing(
+  harm, tiny, config_file, command, tmp_path
+):
+  """A run that goes on after them has the losses and the state of one without, to the last bit."""
+  only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
+  options = {"steps": 120, "checkpoint_every": 5, "eval_every": 1000, "mesh__fsdp": 2, **only}
+  whole, cfg = tiny(run_dir=str(tmp_path / "whole"), **options), tiny(**options)
+  codes, said = in_two(command, config_file(whole, "whole.py"), "none")
+  assert codes == [0, 0], said
+  config = config_file(cfg)
+  codes, said = in_two(command, config, harm)
   if harm == "folders":  # where Orbax lets the others wait
     assert codes[0] == 1 and codes[1] != 0
-    return
-  assert codes == [75, 75], said
-  assert "has failed in another process" in said and "training waits for the disk" not in said
-  (step,) = [
-    int(line.split("step ")[1].split(";")[0]) for line in said.split("\n") if "saved." in line
-  ]
-  assert newest_step(Path(cfg.run_dir) / "checkpoints") == step >= 60
+  else:
+    assert codes == [75, 75], said
+    assert "has failed in another process" in said and "training waits for the disk" not in said
+    (step,) = [
+      int(line.split("step ")[1].split(";")[0]) for line in said.split("\n") if "saved." in line
+    ]
+    assert newest_step(Path(cfg.run_dir) / "checkpoints") == step >= 60
+  codes, said = in_two(command, config, "none")
+  assert codes == [0, 0] and "resum" in said, said
+  rows, wanted = (
+    {row["step"]: (row["loss"], row["grad_norm"]) for row in RunFolder(x.run_dir).read_rows()}
+    for x in (cfg, whole)
+  )
+  assert rows == wanted and len(rows) == 120
+  params, want = (load_model(x.run_dir).model for x in (cfg, whole))
+  chex.assert_trees_all_equal(*map(params_of, (params, want)), strict=True)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE])

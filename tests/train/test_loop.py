@@ -1,6 +1,7 @@
 """Whole runs in this process: exact resume, validation, divergence, rejected changes."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from orbax.checkpoint.experimental.v1._src.saving import execution
 
 from train import trainer
+from train.checkpoint import saver
 from train.checkpoint.store import StructureError, newest_step
 from train.cluster.device_mesh import make_mesh
 from train.logging.metric_reader import DivergedError, MetricReader
@@ -46,7 +49,28 @@ def interrupt(monkeypatch, at):
   monkeypatch.setattr(MetricReader, "push", push_and_stop)
 
 
-def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
+def fail_first_saves(monkeypatch, failures):
+  """Fails a save inside Orbax for each of `failures`: in the call, or in the background."""
+  begin = execution._run_blocking_save
+
+  async def begin_or_fail(*arguments, **options):
+    failure = failures.pop(0) if failures else None
+    written = await begin(*arguments, **options)
+    if failure == "in the call":
+      await written
+      raise OSError(errno.EIO, "Input/output error")
+
+    async def full():
+      await written
+      raise OSError(errno.ENOSPC, "No space left on device")
+
+    return written if failure is None else full()
+
+  monkeypatch.setattr(saver, "PAUSES", (0, 0, 0))
+  monkeypatch.setattr(execution, "_run_blocking_save", begin_or_fail)
+
+
+def test_resume_after_any_stop_and_failed_save_bit_exact(tiny, tmp_path, monkeypatch, capsys):
   options = {"model__dtype": "bfloat16", "accumulate": 2, "optimizer__clip_norm": 1.0}
   options |= {"model__residual_dropout": 0.1, "model__drop_path": 0.1}
   whole = tiny(run_dir=str(tmp_path / "whole"), **options)
@@ -55,10 +79,15 @@ def test_resume_after_any_stop_bit_exact(tiny, tmp_path, monkeypatch):
   parts = tiny(run_dir=str(tmp_path / "parts"), **options)
   stops = sorted(random.Random(5).sample(range(1, 12), 3))
   interrupt(monkeypatch, list(stops))
-  for stop in stops:
+  failures = []
+  fail_first_saves(monkeypatch, failures)
+  for stop, failure in zip(stops, ("in the call", "in the background", None), strict=True):
+    failures += [failure]
     result = trainer.fit(parts)
     assert (result.step, result.stopped_by) == (stop, "SIGTERM")
     assert newest_step(tmp_path / "parts" / "checkpoints") == stop
+  said = capsys.readouterr().out
+  assert said.count("Input/output error") == said.count("No space left on device") == 1
   result = trainer.fit(parts)
   assert (result.step, result.stopped_by) == (12, None)
   chex.assert_trees_all_equal(result.state, reference.state, strict=True)
