@@ -75,6 +75,7 @@ def load(
   family, settings = _of_config(folder, config, max_length)
   try:
     tensors.rename(family.older_tensors)
+    family = family.as_stored(tensors.shapes)
     _check_sizes(family, settings, tensors.shapes)
     _check_dtypes(tensors.dtypes, param_dtype)
     if adapter is not None:
@@ -259,12 +260,15 @@ def _explicit(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ASIDE = (*SAME_FUNCTION, "param_dtype", "sequence_axis")
+_OF_TRAINING = ("channel_mixer_options.balance",)
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
   """{path of a setting: value}, with the defaults of the model, its mixers and channel mixer."""
   return {
-    path: value for path, value in _leaves(complete(settings)) if path.split(".")[0] not in _ASIDE
+    path: value
+    for path, value in _leaves(complete(settings))
+    if path.split(".")[0] not in _ASIDE and path not in _OF_TRAINING
   }
 
 

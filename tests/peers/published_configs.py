@@ -289,6 +289,24 @@ _QWEN3_5 = {
   "vision_end_token_id": 12,
   "vision_start_token_id": 11,
 }
+_QWEN3_5_MOE = _QWEN3_5 | {
+  "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+  "model_type": "qwen3_5_moe",
+  "text_config": {x: v for x, v in _QWEN3_5["text_config"].items() if x != "intermediate_size"}
+  | {
+    "linear_num_value_heads": 4,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 4,
+    "tie_word_embeddings": False,
+  },
+  "tie_word_embeddings": False,
+  "vision_config": _QWEN3_5["vision_config"] | {"model_type": "qwen3_5_moe"},
+}
 _LFM2 = {
   "architectures": ["Lfm2ForCausalLM"],
   "block_auto_adjust_ff_dim": True,
@@ -495,6 +513,7 @@ HUGGING_FACE = {
     | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
   ),
   "qwen3.5-0.8b": Published("Qwen/Qwen3.5-0.8B", _QWEN3_5),
+  "qwen3.5-35b-a3b": Published("Qwen/Qwen3.5-35B-A3B", _QWEN3_5_MOE),
   "lfm2-1.2b": Published("LiquidAI/LFM2-1.2B", _LFM2),
   "recurrentgemma-2b": Published(
     "google/recurrentgemma-2b, with the fields of RecurrentGemmaConfig of transformers 4.41.2",

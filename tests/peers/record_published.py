@@ -39,7 +39,8 @@ def model_of(layout: str, config: dict[str, Any]) -> Any:
   name = config["architectures"][0]
   with tempfile.TemporaryDirectory() as folder:
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    options = {} if layout == "fla" else {"attn_implementation": "eager"}
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options = {} if layout == "fla" else eager
     kind = name.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
     read = getattr(package, kind).from_pretrained(folder)
   for option, value in options.items():
@@ -92,6 +93,7 @@ CLASSES = {
     | {"attn_layer_indices": [1], "mamba_n_heads": 9},
     "Lfm2Config": _SIZES | _HEADS | {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "Qwen3_5TextConfig": _SIZES | _HEADS | {"intermediate_size": 40},
+    "Qwen3_5MoeTextConfig": _SIZES | _HEADS,
     "Qwen3NextConfig": _SIZES | _HEADS | {"num_experts": 0, "intermediate_size": 40},
   },
   "fla": {

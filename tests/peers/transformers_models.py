@@ -4,6 +4,7 @@ import inspect
 
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.peers.record_models import cached_steps, rwkv_steps
@@ -13,7 +14,7 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11}
 
 def patch():
   """Qwen3-Next and Qwen3.5 would call fla's kernels, which need a GPU."""
-  for module in (qwen3_next, qwen3_5):
+  for module in (qwen3_next, qwen3_5, qwen3_5_moe):
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
 
@@ -75,12 +76,25 @@ def cases():
     **delta, linear_num_key_heads=keys, num_experts=0
   )
   next_5 = transformers.Qwen3_5TextConfig(**delta, linear_num_key_heads=2)
+  experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+  experts |= {"shared_expert_intermediate_size": 4, "experts_implementation": "eager"}
+  experts |= {"linear_num_key_heads": 2, "num_hidden_layers": 3}
+  experts |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+  next_moe = transformers.Qwen3NextConfig(**delta | experts, norm_topk_prob=False)
+  next_5_moe = transformers.Qwen3_5MoeTextConfig(
+    **{x: value for x, value in (delta | experts).items() if x != "intermediate_size"}
+  )
   images = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
   images |= {"out_hidden_size": 8, "patch_size": 2, "temporal_patch_size": 1}
+  images |= {"num_position_embeddings": 4, "spatial_merge_size": 1}
   nested = transformers.Qwen3_5Config(
-    text_config=next_5.to_dict(),
-    vision_config=images | {"num_position_embeddings": 4, "spatial_merge_size": 1},
+    text_config=next_5.to_dict(), vision_config=images, attn_implementation="eager"
+  )
+  nested_moe = transformers.Qwen3_5MoeConfig(
+    text_config=next_5_moe.to_dict(),
+    vision_config=images,
     attn_implementation="eager",
+    experts_implementation="eager",
   )
   lfm2 = transformers.Lfm2Config(
     **SIZES | heads | {"num_hidden_layers": 5},
@@ -121,6 +135,9 @@ def cases():
     "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
     "qwen3_5_text": (transformers.Qwen3_5ForCausalLM(next_5), cached_steps),
     "qwen3_5": (transformers.Qwen3_5ForConditionalGeneration(nested), cached_steps),
+    "qwen3_next_moe": (transformers.Qwen3NextForCausalLM(next_moe), cached_steps),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeForCausalLM(next_5_moe), cached_steps),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeForConditionalGeneration(nested_moe), cached_steps),
     "lfm2": (transformers.Lfm2ForCausalLM(lfm2), cached_steps),
     "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),

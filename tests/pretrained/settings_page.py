@@ -13,8 +13,10 @@ _READ_BEFORE = ("attn", "hidden_ratio")
 def rows() -> list[str]:
   """The lines of both tables, a blank one between them."""
   families: dict[str, Mapping[str, Any]] = {"all": common.COMMON}
+  dense = {x.name for x in FAMILIES if x.constants.get("channel_mixer") != "moe"}
   for family in FAMILIES:  # the table of a hybrid of fla is that of its family, and `attn`
-    families.setdefault(family.name, family.fields)
+    other = family.name in dense and family.constants.get("channel_mixer") == "moe"
+    families.setdefault(family.name + " with experts" * other, family.fields)
   return [*_merged(families, _free), "", *_merged(families, _must)]
 
 

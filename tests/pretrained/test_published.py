@@ -45,7 +45,7 @@ def evaluate(model, tokens):
 
 # The others take most of a minute.
 BY_DEFAULT = ("fla_gla", "fla_gla_attn", "fla_hgrn2", "fla_retnet", "llama_scaled", "llama_yarn")
-BY_DEFAULT += ("mamba", "qwen3_next")
+BY_DEFAULT += ("mamba", "qwen3_next_moe")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,52 @@ def test_settings_of_images_and_of_further_tokens_change_no_text_model():
   assert family.settings(config | published) == usual
   with pytest.raises(ExportError, match="attn_output_gate=False is not implemented"):
     family.settings(config | {"attn_output_gate": False})
+
+
+def test_experts_of_qwen3_5_in_a_tensor_each_are_the_same_model(tmp_path):
+  """As transformers saves them; the published files have one tensor for all."""
+  case, apart = "qwen3_5_moe_text", {}
+  for name, x in recorded(case).tensors.items():
+    prefix, _, kind = name.partition("experts.")
+    if not kind or "shared" in name:
+      continue
+    apart[name] = ...
+    for number, expert in enumerate(x):
+      parts = np.split(expert, 2) if kind == "gate_up_proj" else [expert]
+      for which, part in zip(("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True):
+        apart[f"{prefix}experts.{number}.{which}_proj.weight"] = part
+  assert len(apart) == 3 * (2 + 5 * 3)
+  want, got = (
+    hugging_face.load(write(tmp_path / name, case, dtype=np.float32, tensors=tensors)).model
+    for name, tensors in (("one", {}), ("apart", apart))
+  )
+  jax.tree.map(np.testing.assert_array_equal, params_of(got), params_of(want))
+
+
+def test_qwen3_next_with_experts_in_some_layers_only_raises():
+  config = recorded("qwen3_next_moe").config
+  for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+    with pytest.raises(ExportError, match="next to others without are not implemented"):
+      family_of(config | change).settings(config | change)
+
+
+def test_published_settings_of_qwen3_next_80b_have_its_parameters():
+  """The fields of Qwen/Qwen3-Next-80B-A3B-Instruct, whose heads of further tokens are left out."""
+  config = {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
+  config |= {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120}
+  config |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16}
+  config |= {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mlp_only_layers": []}
+  config |= {"max_position_embeddings": 262144, "model_type": "qwen3_next"}
+  config |= {"moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16}
+  config |= {"num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48}
+  config |= {"num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25}
+  config |= {"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000}
+  config |= {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
+  config |= {"tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
+  settings = family_of(config).settings(config)
+  assert settings["mixer"] == ["gated_delta_net"] * 3 + ["softmax_attention"]
+  assert settings["channel_mixer_options"]["experts_per_token"] == 10
+  assert round(count_parameters(abstract_params(settings)) / 1e9, 1) == 79.7
 
 
 SSM = {"d_model": 8, "n_layer": 2, "rms_norm": True, "fused_add_norm": True, "vocab_size": 11}

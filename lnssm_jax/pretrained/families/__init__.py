@@ -17,6 +17,11 @@ from lnssm_jax.pretrained.families.mamba import (
   MAMBA2_SSM,
   MAMBA_SSM,
 )
+from lnssm_jax.pretrained.families.qwen_experts import (
+  QWEN3_5_MOE,
+  QWEN3_5_MOE_TEXT,
+  QWEN3_NEXT_MOE,
+)
 from lnssm_jax.pretrained.families.rwkv4 import RWKV4
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
 from lnssm_jax.pretrained.families.table import Family
@@ -35,6 +40,9 @@ FAMILIES: tuple[Family, ...] = (
   RWKV4,
   RECURRENT_GEMMA,
   BAMBA,
+  QWEN3_NEXT_MOE,
+  QWEN3_5_MOE_TEXT,
+  QWEN3_5_MOE,
   QWEN3_5_TEXT,  # before Qwen3-Next, whose dense models have the same function
   QWEN3_5,
   QWEN3_NEXT,
@@ -59,7 +67,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     name = "mamba2_ssm" if layer == "Mamba2" else "mamba_ssm"
   first = FLA_HYBRIDS if config.get("attn") is not None else ()
   for family in (*first, *FAMILIES):
-    if family.name == name:
+    if family.name == name and family.has(config):
       return family
   names = ", ".join(dict.fromkeys(family.name for family in FAMILIES))
   raise ExportError(f"model_type={name!r:.80} is not implemented; the families are {names}.")

@@ -1,4 +1,4 @@
-"""Hybrids of transformers: Bamba, Qwen3-Next without experts, and Qwen3.5.
+"""Hybrids of transformers without experts: Bamba, Qwen3-Next, and Qwen3.5.
 
 Which layers are attention is free: the pattern is the shortest that they repeat, or all of them.
 """
@@ -317,7 +317,7 @@ _EXPERTS = (
 
 def _qwen3_next(config: Config) -> Config:
   config = _without_experts(config)
-  return _delta_hybrid(config, num_key_value_heads=2)
+  return delta_hybrid(config, num_key_value_heads=2)
 
 
 def _without_experts(config: Config) -> Config:
@@ -328,13 +328,14 @@ def _without_experts(config: Config) -> Config:
   sparse = [i for i in range(L) if i not in dense and type(every) is int and (i + 1) % every == 0]
   if type(experts) is not int or type(every) is not int or (experts > 0 and sparse):
     raise ExportError(
-      f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: experts are not "
-      "implemented; only num_experts=0, or mlp_only_layers that names all layers."
+      f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: layers with experts next "
+      "to others without are not implemented; only num_experts=0, or experts in all layers."
     )
   return config
 
 
-def _delta_hybrid(config: Config, **defaults: int) -> Config:
+def delta_hybrid(config: Config, **defaults: int) -> Config:
+  """Writes out what follows from other settings of Qwen3-Next and Qwen3.5."""
   L, config = count_of_layers(config), defaults | config
   interval = config.pop("full_attention_interval", None)
   types = config.pop("layer_types", None)
@@ -357,7 +358,8 @@ def _delta_hybrid(config: Config, **defaults: int) -> Config:
   return config | {"linear_key_head_dim": K, "expand_v": V / K}
 
 
-def _qwen3_next_written(config: Config) -> Config:
+def qwen3_next_written(config: Config) -> Config:
+  """The inverse of `delta_hybrid`, without experts."""
   V = round(config["expand_v"] * config["linear_key_head_dim"])
   config, types = pattern_written(config, "expand_v")
   return config | {"linear_value_head_dim": V, "layer_types": types, "num_experts": 0}
@@ -394,23 +396,40 @@ QWEN3_NEXT = Family(
   | _NEXT_INPUTS
   | _NEXT_ROWS,
   normal=_qwen3_next,
-  written=_qwen3_next_written,
+  written=qwen3_next_written,
 )
 
 # Of three coordinates of a position; those of a text are equal.
-_OF_IMAGES = ("mrope_interleaved", "mrope_section")
+_COORDINATES = ("mrope_interleaved", "mrope_section")
+OF_FURTHER_TOKENS = free(
+  "of heads that predict further tokens, which are left out",
+  "mtp_num_hidden_layers",
+  "mtp_use_dedicated_embeddings",
+)
+OF_IMAGES = free(
+  "of images and videos, whose encoder is left out",
+  "image_token_id",
+  "language_model_only",
+  "video_token_id",
+  "vision_config",
+  "vision_end_token_id",
+  "vision_start_token_id",
+)
 
 
-def _qwen3_5(config: Config) -> Config:
+def qwen3_5(config: Config, *, groups: int = 4) -> Config:
+  """As `delta_hybrid`, without the coordinates of images; `groups` of keys where not given."""
   for name in ("rope_parameters", "rope_scaling"):
     if isinstance(rope := config.get(name), dict):
-      config[name] = {x: value for x, value in rope.items() if x not in _OF_IMAGES}
-  return _delta_hybrid(config, num_key_value_heads=4)
+      config[name] = {x: value for x, value in rope.items() if x not in _COORDINATES}
+  return delta_hybrid(config, num_key_value_heads=groups)
 
 
-def _qwen3_5_written(config: Config) -> Config:
-  config = _qwen3_next_written(config)
-  return {name: value for name, value in config.items() if name != "num_experts"}
+def qwen3_5_written(config: Config) -> Config:
+  """The inverse of `qwen3_5`."""
+  experts = {name: config[name] for name in ("num_experts",) if name in config}
+  config = qwen3_next_written(config)
+  return {name: value for name, value in config.items() if name != "num_experts"} | experts
 
 
 _ONLY_NEXT = ("use_sliding_window", "max_window_layers", "sliding_window", *_EXPERTS)
@@ -423,39 +442,43 @@ QWEN3_5_TEXT = Family(
     "attn_output_gate": Fixed(True, written=False),
     "mlp_only_layers": Fixed([], written=False),
     **free("another way to compute the same", "mamba_ssm_dtype"),
-    **free(
-      "of heads that predict further tokens, which are left out",
-      "mtp_num_hidden_layers",
-      "mtp_use_dedicated_embeddings",
-    ),
+    **OF_FURTHER_TOKENS,
   },
   constants=QWEN3_NEXT.constants,
   rows={x: row for x, row in QWEN3_NEXT.rows.items() if x not in _NEXT_INPUTS} | _INPUTS,
-  normal=_qwen3_5,
-  written=_qwen3_5_written,
+  normal=qwen3_5,
+  written=qwen3_5_written,
   skipped=r"mtp\..*",
 )
 
 
-def _nested(config: Config) -> Config:
-  """The config of the text model in that of a model of text and images."""
+def nested(config: Config, name: str) -> Config:
+  """The config of the text model, of `model_type` `name`, in that of one of text and images."""
   text = config.pop("text_config", None)
-  if not isinstance(text, dict) or text.get("model_type") != QWEN3_5_TEXT.name:
-    raise ExportError(
-      f"text_config={text!r:.80} must be an object with model_type={QWEN3_5_TEXT.name!r}."
-    )
+  if not isinstance(text, dict) or text.get("model_type") != name:
+    raise ExportError(f"text_config={text!r:.80} must be an object with model_type={name!r}.")
   agree(config, "tie_word_embeddings", text.get("tie_word_embeddings", False), "text_config.that")
-  for name in config.keys() & text.keys() - {"model_type"}:
-    agree(config, name, text[name], f"text_config.{name}")
-  return _qwen3_5(config | text)
+  for setting in config.keys() & text.keys() - {"model_type"}:
+    agree(config, setting, text[setting], f"text_config.{setting}")
+  return config | text
 
 
-def _nested_written(config: Config) -> Config:
-  outside = {name: config.pop(name) for name in ("architectures", "model_type")}
-  text = {"model_type": QWEN3_5_TEXT.name} | _qwen3_5_written(config)
+def nested_written(config: Config, name: str) -> Config:
+  """The inverse of `nested`."""
+  outside = {setting: config.pop(setting) for setting in ("architectures", "model_type")}
+  text = {"model_type": name} | qwen3_5_written(config)
   return outside | {
     "text_config": text,
     "tie_word_embeddings": text["tie_word_embeddings"],
+  }
+
+
+def of_text_model(rows: Rows) -> Rows:
+  """Rows of a text model as they are in one of text and images."""
+  return {
+    name: row._replace(theirs=row.theirs.replace("model.", "model.language_model.", 1))
+    for name, row in rows.items()
+    if isinstance(row, Row)
   }
 
 
@@ -463,22 +486,9 @@ QWEN3_5 = dataclasses.replace(
   QWEN3_5_TEXT,
   name="qwen3_5",
   architecture="Qwen3_5ForConditionalGeneration",
-  fields=QWEN3_5_TEXT.fields
-  | free(
-    "of images and videos, whose encoder is left out",
-    "image_token_id",
-    "language_model_only",
-    "video_token_id",
-    "vision_config",
-    "vision_end_token_id",
-    "vision_start_token_id",
-  ),
-  rows={
-    name: row._replace(theirs=row.theirs.replace("model.", "model.language_model.", 1))
-    for name, row in QWEN3_5_TEXT.rows.items()
-    if isinstance(row, Row)
-  },
-  normal=_nested,
-  written=_nested_written,
+  fields=QWEN3_5_TEXT.fields | OF_IMAGES,
+  rows=of_text_model(QWEN3_5_TEXT.rows),
+  normal=lambda config: qwen3_5(nested(config, QWEN3_5_TEXT.name)),
+  written=lambda config: nested_written(config, QWEN3_5_TEXT.name),
   skipped=r"(mtp|model\.visual)\..*",
 )

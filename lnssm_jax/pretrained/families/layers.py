@@ -61,8 +61,16 @@ def _pieces(family, settings, name, row, shape, layer) -> list[Piece]:
     raise ExportError(f"a model of {family.name!r} has no parameter like {name}.")
   pieces = []
   for found in rows if isinstance(rows, list) else [rows]:
-    pieces.append(_piece(found, settings, shape, layer, row.startswith("blocks.")))
+    for one in _of_experts(found, shape[0]) if found.theirs.count("{}") > 1 else [found]:
+      pieces.append(_piece(one, settings, shape, layer, row.startswith("blocks.")))
   return pieces
+
+
+def _of_experts(row: Row, count: int) -> Iterator[Row]:
+  """The rows of a parameter with a leading axis of experts, each of which has its own tensor."""
+  layer, expert = row.theirs.rsplit("{}", 1)
+  for number in range(count):
+    yield row._replace(theirs=f"{layer}{number}{expert}", part=lambda x, n=number: x[n])
 
 
 def _piece(row: Row, settings, shape, layer, stacked) -> Piece:

@@ -6,7 +6,7 @@ relates two views of the same numbers, so that what was loaded is saved with the
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lnssm_jax.pretrained.families.common import COMMON
@@ -45,8 +45,8 @@ def by_heads(mixer: str) -> Callable[[Mapping[str, Any]], View]:
 class Row(NamedTuple):
   """Where one of our parameters, or a part of it, is in a published file.
 
-  `{}` in `theirs` is the number of a layer. A parameter of a layer whose tensor has no `{}` is a
-  row of it: that tensor has a leading axis of layers.
+  `{}` in `theirs` is the number of a layer, a second one that of an expert. A parameter of a layer
+  whose tensor has no `{}` is a row of it: that tensor has a leading axis of layers.
   """
 
   theirs: str
@@ -104,6 +104,8 @@ class Family:
     written: the inverse of `normal`, where it has one: for theirs, what `normal` is given.
     skipped: regular expression of tensors that follow from the config.
     older_tensors: {part of a tensor's name in older files: today's}.
+    other_rows: rows that files may have in place of those of `rows`; they are only read.
+    has: whether a config.json of this `model_type` is of this table, where there are several.
   """
 
   name: str
@@ -117,6 +119,8 @@ class Family:
   skipped: str = r"(?!)"
   renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
   older_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  other_rows: Rows = dataclasses.field(default_factory=dict)
+  has: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
   def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `LanguageModel`, without dtypes, of a config.json.
@@ -153,6 +157,12 @@ class Family:
       elif isinstance(field, Same) and config.get(name) is not None:
         agree(dict(config), name, field.of(config), field.said)
     return settings
+
+  def as_stored(self, names: Collection[str]) -> "Family":
+    """The family with the rows by which files with tensors of these names are read."""
+    there = lambda row: not isinstance(row, list) and row.theirs.replace("{}", "0") in names
+    others = {name: row for name, row in self.other_rows.items() if there(row)}
+    return dataclasses.replace(self, rows=self.rows | others) if others else self
 
   def _with_current_names(self, config: Mapping[str, Any]) -> Config:
     """`config` with today's names; two names of one setting must have one value."""
