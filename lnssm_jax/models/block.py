@@ -103,6 +103,7 @@ class Block(nnx.Module):
       if isinstance(self.channel_mixer, Mixer):
         shard_time(self.channel_mixer, sequence_axis)
     self.residual_dropout = config.residual_dropout
+    self.residual_scale = getattr(config, "residual_scale", 1.0)
     self.sequence_axis, self.dtype = sequence_axis, dtype
 
   def init_state(self, batch_size: int) -> BlockState:
@@ -138,8 +139,9 @@ class Block(nnx.Module):
     return self._run(self.mixer.with_aux, x, state, segment_ids, dropout)
 
   def _run(self, mix, x, state, segment_ids, dropout):
-    def dropped(y, place):
+    def branch(y, place):
       rate, axis = self.residual_dropout, self.sequence_axis
+      y = y if self.residual_scale == 1 else y * self.residual_scale
       return y if dropout is None else dropout.branch(y, place, rate, axis)
 
     key = None if dropout is None else dropout.in_mixer()
@@ -147,7 +149,7 @@ class Block(nnx.Module):
     with jax.named_scope("mixer"):
       y, x = self.mixer_norm.add(x, None, self.dtype)
       y, of_mixer, aux = mix(y, of_mixer, segment_ids, dropout_key=key)
-      y = dropped(y, AFTER_MIXER)
+      y = branch(y, AFTER_MIXER)
     if self.channel_mixer is None or self.channel_norm is None:
       return x + y, BlockState(of_mixer, None), aux
     with jax.named_scope("channel_mixer"):
@@ -159,5 +161,5 @@ class Block(nnx.Module):
         aux = joined(aux, of_experts)
       else:
         y = self.channel_mixer(y)
-      y = dropped(y, AFTER_CHANNEL_MIXER)
+      y = branch(y, AFTER_CHANNEL_MIXER)
     return x + y, BlockState(of_mixer, of_channel), aux

@@ -72,6 +72,9 @@ class ModelConfig(LayersConfig):
     channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
     embedding_norm: whether a norm follows the embedding.
     embedding_scale: multiplies the embedding, in `dtype`; None for 1.
+    residual_scale: multiplies the outputs of mixers and channel mixers before they are added to the
+      residual stream (Granite, IBM 2024).
+    logit_scale: multiplies the logits, before their soft cap.
     logit_soft_cap: c, with which a logit z becomes c tanh(z / c); None for none.
     tie_embeddings: whether the head is the embedding's transpose.
     learned_positions: the length of a table of learned positions, added to the embedding (before
@@ -98,6 +101,8 @@ class ModelConfig(LayersConfig):
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   embedding_norm: bool = True  # a norm after the embedding
   embedding_scale: float | None = None  # factor of the embedding; None: 1
+  residual_scale: float = 1.0  # factor of the outputs of mixers and channel mixers
+  logit_scale: float = 1.0  # factor of the logits
   logit_soft_cap: float | None = None  # c of logits c tanh(z / c); None: as they are
   initialization: Literal["lnssm", "gpt2"] | None = None  # None: by `embedding_norm` and tying
   learned_positions: int | None = None  # length of a table of positions

@@ -57,6 +57,7 @@ class LanguageModel(nnx.Module):
     self.num_layers, self.remat, self.unroll = config.num_layers, config.remat, config.unroll
     self.dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
     self.embedding_scale, self.logit_soft_cap = config.embedding_scale, config.logit_soft_cap
+    self.logit_scale = config.logit_scale
     self.embedding_dropout, self.drop_path = config.embedding_dropout, config.drop_path
     self.sequence_axis = sequence_axis
     pattern = pattern_of(config.mixer)
@@ -259,13 +260,19 @@ class LanguageModel(nnx.Module):
 
   def head_kernel(self) -> jax.Array:
     """Returns W [D, vocab] of the logits h W before their soft cap, in `param_dtype`."""
+    kernel = self._head()
+    return kernel if self.logit_scale == 1 else (kernel * self.logit_scale).astype(kernel.dtype)
+
+  def _head(self) -> jax.Array:
     return self.embedding[...].T if self.head is None else self.head.kernel[...]
 
   @under_auto_axes(argument=1)
   def logits(self, hidden: jax.Array) -> jax.Array:
     """[..., D] -> [..., vocab] float32; the product is in `dtype`, its sum in float32."""
-    matrices = hidden.astype(self.dtype), self.head_kernel().astype(self.dtype)
+    # The logits are scaled, not the kernel: a single token would need a copy of it.
+    matrices = hidden.astype(self.dtype), self._head().astype(self.dtype)
     z = jnp.matmul(*matrices, preferred_element_type=jnp.float32)
+    z = z if self.logit_scale == 1 else z * self.logit_scale
     cap = self.logit_soft_cap
     return z if cap is None else cap * jnp.tanh(z / cap)
 

@@ -96,6 +96,8 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
   mixer, options = values["mixer"], dict(values["mixer_options"] or {})
   pattern = [mixer] if isinstance(mixer, str | type) else list(mixer)
   classes = [mixer_class(x) for x in pattern]
+  if values["embedding_scale"] is None:
+    values["embedding_scale"] = 1.0
   if values["norm_eps"] is not None:
     values["norm_eps"] = float(values["norm_eps"])
   values["mixer"] = [mixer_name(x) for x in pattern]

@@ -208,17 +208,18 @@ def test_rms_norm_from_zero_is_the_rms_norm_with_one_plus_its_scale():
   np.testing.assert_allclose(norm(x), plain(x), rtol=1e-6)
 
 
-def test_embedding_scale_and_logit_soft_cap_are_as_documented():
+def test_scales_of_embedding_and_logits_and_their_soft_cap_are_as_documented():
   tokens = jnp.arange(10).reshape(2, 5)
   options = {"mixer": "lrn", "embedding_norm": False}
   plain = random_model(**options)
-  other = random_model(**options, embedding_scale=3.0, logit_soft_cap=0.5)
+  other = random_model(**options, embedding_scale=3.0, logit_soft_cap=0.5, logit_scale=0.25)
+  np.testing.assert_array_equal(other.head_kernel(), 0.25 * plain.head_kernel())  # that of losses
   np.testing.assert_allclose(other.embed(tokens), 3 * plain.embed(tokens), rtol=1e-6)
   hidden = jax.random.normal(jax.random.key(2), (2, 5, 8))
-  want = 0.5 * jnp.tanh(plain.logits(hidden) / 0.5)
+  want = 0.5 * jnp.tanh(0.25 * plain.logits(hidden) / 0.5)
   np.testing.assert_allclose(other.logits(hidden), want, rtol=1e-5)
   plain.dtype = other.dtype = jnp.bfloat16  # the cap is in float32 whatever the model's dtype
-  want = 0.5 * jnp.tanh(plain.logits(hidden) / 0.5)
+  want = 0.5 * jnp.tanh(0.25 * plain.logits(hidden) / 0.5)
   np.testing.assert_allclose(other.logits(hidden), want, rtol=1e-5)
 
 

@@ -68,6 +68,24 @@ def cases():
     mamba_chunk_size=4,
     attn_implementation="eager",
   )
+  granite = lambda **options: transformers.GraniteMoeHybridForCausalLM(
+    transformers.GraniteMoeHybridConfig(
+      **SIZES | heads | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]},
+      num_key_value_heads=1,
+      shared_intermediate_size=10,
+      mamba_n_heads=4,
+      mamba_d_state=3,
+      mamba_n_groups=2,
+      mamba_chunk_size=4,
+      attention_multiplier=0.3,
+      embedding_multiplier=3.0,
+      residual_multiplier=0.4,
+      logits_scaling=6.0,
+      attn_implementation="eager",
+      experts_implementation="eager",
+      **options,
+    )
+  )
   delta = SIZES | heads | {"num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 8}
   delta |= {"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3}
   delta |= {"layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"]}
@@ -132,6 +150,11 @@ def cases():
     "mistral": dense("Mistral", sliding_window=3, rope_theta=500.0),
     "mistral_full": dense("Mistral", sliding_window=None, head_dim=6),
     "bamba": (transformers.BambaForCausalLM(bamba), cached_steps),
+    "granitemoehybrid": (
+      granite(num_local_experts=0, position_embedding_type="rope", tie_word_embeddings=True),
+      cached_steps,
+    ),
+    "granitemoehybrid_moe": (granite(num_local_experts=5), cached_steps),
     "qwen3_next": (transformers.Qwen3NextForCausalLM(next_(2)), cached_steps),
     "qwen3_5_text": (transformers.Qwen3_5ForCausalLM(next_5), cached_steps),
     "qwen3_5": (transformers.Qwen3_5ForConditionalGeneration(nested), cached_steps),

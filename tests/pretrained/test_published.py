@@ -45,7 +45,7 @@ def evaluate(model, tokens):
 
 # The others take most of a minute.
 BY_DEFAULT = ("fla_gla", "fla_gla_attn", "fla_hgrn2", "fla_retnet", "llama_scaled", "llama_yarn")
-BY_DEFAULT += ("mamba", "qwen3_next_moe")
+BY_DEFAULT += ("mamba", "qwen3_next_moe", "granitemoehybrid_moe")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,10 @@ def test_published_model_in_float64_equals_the_recorded_one(case, tmp_path):
 
 
 def saved_cases():
-  """Hybrids of fla have one table; one of them is enough by default."""
+  """Hybrids of fla have one table; one of them is enough by default, as of some others."""
   for case in CASES:
-    seldom = case.endswith("_attn") and case not in BY_DEFAULT
+    like_others = case.endswith("_attn") or case in ("qwen3_5_moe", "granitemoehybrid")
+    seldom = like_others and case not in BY_DEFAULT
     yield pytest.param(case, marks=[pytest.mark.slow] * seldom)
 
 

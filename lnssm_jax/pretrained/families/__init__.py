@@ -6,6 +6,7 @@ from typing import Any
 from lnssm_jax.pretrained.families.dense import MISTRAL, QWEN2, QWEN3
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
+from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_MOE
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from lnssm_jax.pretrained.families.lfm2 import LFM2
@@ -40,6 +41,8 @@ FAMILIES: tuple[Family, ...] = (
   RWKV4,
   RECURRENT_GEMMA,
   BAMBA,
+  GRANITE_MOE,
+  GRANITE,
   QWEN3_NEXT_MOE,
   QWEN3_5_MOE_TEXT,
   QWEN3_5_MOE,

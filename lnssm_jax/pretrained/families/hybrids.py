@@ -49,23 +49,23 @@ from lnssm_jax.pretrained.families.table import (
 )
 from lnssm_jax.pretrained.manifest import ExportError
 
-_ATTENTION = "mixer_options.softmax_attention"
+ATTENTION = "mixer_options.softmax_attention"
 _MAMBA, _DELTA = "mixer_options.mamba2", "mixer_options.gated_delta_net"
 _FULL, _LINEAR = "full_attention", "linear_attention"
 # {kind of a layer in transformers 4: in 5}
-_BAMBA_NAMES = {"attention": _FULL, "mamba": _LINEAR}
+BAMBA_NAMES = {"attention": _FULL, "mamba": _LINEAR}
 
 FIELDS = SIZES | {
   "intermediate_size": size("channel_hidden"),
-  "num_attention_heads": size((f"{_ATTENTION}.num_heads", "num_heads")),
-  "num_key_value_heads": size(f"{_ATTENTION}.num_kv_heads"),
-  "max_position_embeddings": size(f"{_ATTENTION}.max_length"),
-  "attention_bias": flag(f"{_ATTENTION}.use_bias", False),
-  "attention_dropout": number(f"{_ATTENTION}.attention_dropout", 0.0),
-  "rope_theta": number(f"{_ATTENTION}.rotary_base"),
-  "rope_scaling": Field(f"{_ATTENTION}.rotary_scaling", (dict, type(None))),
-  "rotary_width": size(f"{_ATTENTION}.rotary_width"),
-  "head_dim": size((f"{_ATTENTION}.head_dim", f"{_ATTENTION}.value_head_dim")),
+  "num_attention_heads": size((f"{ATTENTION}.num_heads", "num_heads")),
+  "num_key_value_heads": size(f"{ATTENTION}.num_kv_heads"),
+  "max_position_embeddings": size(f"{ATTENTION}.max_length"),
+  "attention_bias": flag(f"{ATTENTION}.use_bias", False),
+  "attention_dropout": number(f"{ATTENTION}.attention_dropout", 0.0),
+  "rope_theta": number(f"{ATTENTION}.rotary_base"),
+  "rope_scaling": Field(f"{ATTENTION}.rotary_scaling", (dict, type(None))),
+  "rotary_width": size(f"{ATTENTION}.rotary_width"),
+  "head_dim": size((f"{ATTENTION}.head_dim", f"{ATTENTION}.value_head_dim")),
   "tie_word_embeddings": flag("tie_embeddings", False),
   "hidden_act": choice("channel_mixer_options.activation", SILU, "silu"),
   "mixers": Field("mixer", (list,)),
@@ -117,7 +117,7 @@ def _bamba(config: Config) -> Config:
   types = [_FULL if layer in indices else _LINEAR for layer in range(L)]
   for name in ("layers_block_type", "layer_types"):
     given = config.pop(name, None)
-    plain = [_BAMBA_NAMES.get(str(x), x) for x in given] if isinstance(given, list) else given
+    plain = [BAMBA_NAMES.get(str(x), x) for x in given] if isinstance(given, list) else given
     if plain not in (None, types):
       raise ExportError(
         f"{name}={given!r:.80} is not what attn_layer_indices={indices!r:.80} says; correct the "
@@ -125,9 +125,14 @@ def _bamba(config: Config) -> Config:
       )
   config.setdefault("num_key_value_heads", 8)
   agree(dict(config), "partial_rotary_factor", 0.5, "the share of transformers")
+  return bamba_sizes(config, types, 0.5, 262144)
+
+
+def bamba_sizes(config: Config, types: Sequence[Any], share: float, usual_length: int) -> Config:
+  """As `by_pattern`, of Mamba-2, whose sizes and steps it writes out, and attention of D / H."""
   if config.get("time_step_limit") is None:
     config.pop("time_step_limit", None)
-  config = steps(by_pattern(config, types, "mamba2", 0.5, 262144))
+  config = steps(by_pattern(config, types, "mamba2", share, usual_length))
   K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
   if K != D / H:
     raise ExportError(f"head_dim={K!r:.80} must be hidden_size / num_attention_heads = {D / H:g}.")
@@ -141,15 +146,19 @@ def _bamba(config: Config) -> Config:
   return config | {"mamba_d_head": inner // count}
 
 
-def _bamba_written(config: Config) -> Config:
+def bamba_sizes_written(config: Config) -> tuple[Config, list[str]]:
+  """The inverse of `bamba_sizes`, as `pattern_written`."""
   heads_of_layer = config["mamba_expand"] * config["hidden_size"] // config["mamba_d_head"]
   K = config["hidden_size"] // config["num_attention_heads"]
   config, types = pattern_written(
     config | {"head_dim": K, "mamba_n_heads": heads_of_layer}, "head_dim"
   )
-  return steps_written(config) | {
-    "attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]
-  }
+  return steps_written(config), types
+
+
+def _bamba_written(config: Config) -> Config:
+  config, types = bamba_sizes_written(config)
+  return config | {"attn_layer_indices": [i for i, x in enumerate(types) if x == _FULL]}
 
 
 BAMBA = Family(
@@ -371,7 +380,7 @@ QWEN3_NEXT = Family(
   architecture="Qwen3NextForCausalLM",
   fields=FIELDS
   | {
-    "rms_norm_eps": number(("norm_eps", f"{_DELTA}.norm_eps", f"{_ATTENTION}.norm_eps"), 1e-6),
+    "rms_norm_eps": number(("norm_eps", f"{_DELTA}.norm_eps", f"{ATTENTION}.norm_eps"), 1e-6),
     "linear_key_head_dim": size(f"{_DELTA}.head_dim"),
     "linear_num_key_heads": size(f"{_DELTA}.num_heads", 16),
     "linear_num_value_heads": size(f"{_DELTA}.num_value_heads", 32),
@@ -383,8 +392,8 @@ QWEN3_NEXT = Family(
   },
   constants={
     "norm": "rms_from_zero",
-    f"{_ATTENTION}.qk_norm": "rms_from_zero",
-    f"{_ATTENTION}.use_gate": True,
+    f"{ATTENTION}.qk_norm": "rms_from_zero",
+    f"{ATTENTION}.use_gate": True,
     **CONSTANTS,
   },
   rows=TOP
