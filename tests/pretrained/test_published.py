@@ -137,6 +137,7 @@ def test_qwen3_next_with_experts_in_some_layers_only_raises():
       family_of(config | change).settings(config | change)
 
 
+@pytest.mark.slow
 def test_published_settings_of_qwen3_next_80b_have_its_parameters():
   """The fields of Qwen/Qwen3-Next-80B-A3B-Instruct, whose heads of further tokens are left out."""
   config = {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
@@ -154,6 +155,27 @@ def test_published_settings_of_qwen3_next_80b_have_its_parameters():
   assert settings["mixer"] == ["gated_delta_net"] * 3 + ["softmax_attention"]
   assert settings["channel_mixer_options"]["experts_per_token"] == 10
   assert round(count_parameters(abstract_params(settings)) / 1e9, 1) == 79.7
+
+
+def test_fields_of_a_file_of_granite_4_are_read():
+  """As in published config.json files, whose multipliers may be whole numbers."""
+  config = recorded("granitemoehybrid_moe").config | {
+    "time_step_limit": ...,
+    "rope_parameters": ...,
+  }
+  config = {x: value for x, value in config.items() if value is not ...}
+  config |= {"embedding_multiplier": 12, "logits_scaling": 3, "position_embedding_type": "nope"}
+  config |= {"init_method": "mup", "normalization_function": "rmsnorm", "rope_scaling": None}
+  config |= {"rope_theta": 10000, "layer_types": ["mamba", "attention", "mamba"]}
+  family = family_of(config)
+  settings = family.settings(config)
+  scales = settings["embedding_scale"], settings["residual_scale"], settings["logit_scale"]
+  assert scales == (12.0, 0.4, 1 / 3)
+  assert settings["mixer_options"]["softmax_attention"]["positions"] == "none"
+  assert family.config(settings)["logits_scaling"] == 3
+  for change in ({"normalization_function": "layernorm"}, {"logits_scaling": 0}):
+    with pytest.raises(ExportError, match=next(iter(change))):
+      family.settings(config | change)
 
 
 SSM = {"d_model": 8, "n_layer": 2, "rms_norm": True, "fused_add_norm": True, "vocab_size": 11}
