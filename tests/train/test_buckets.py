@@ -77,10 +77,17 @@ def steps_here():
 
 
 def test_other_machine_copies_the_newest_checkpoint_with_digests(machine):
-  uploaded(2, 4, 6, 8, keep=3)
+  best = local(RUN) / "best" / "x"
+  best.parent.mkdir(parents=True)
+  best.write_text("y")
+  mirror = uploaded(2, 4, 6, keep=3)
+  assert Bucket(RUN).read("best/x") == b"y"
+  best.unlink()
+  written(8)
+  mirror.flush()
   files = Bucket(RUN).files()
   assert {name.split("/")[1] for name in files if "/" in name} == {"4", "6", "8"}
-  assert "running.json" not in files
+  assert not files.keys() & {"running.json", "best/x"}
   Bucket(RUN).remove(["checkpoints/8/digests.json"])  # as of a process that was killed before it
   machine("b")
   folder = bucket.fetched(RUN)

@@ -65,7 +65,7 @@ def fetched(path: str | Path) -> Path:
       f"the local copy {folder} is not of the run in {bucket.address}; remove that folder."
     )
   files = bucket.files()
-  bucket.download(folder, [x for x in files if x.split("/")[0] not in _OF_THIS_MACHINE])
+  bucket.download(folder, filter(_is_shared, files))
   for step in reversed(steps):
     if _copy(bucket, folder, step, files):
       step_folders.set_aside_after(folder / CHECKPOINTS, step, warn)
@@ -105,6 +105,11 @@ def _committed(bucket: Bucket) -> list[int]:
   """Steps of the checkpoints with digests, in ascending order."""
   names = (name.split("/") for name in bucket.files(CHECKPOINTS))
   return sorted(int(x[1]) for x in names if x[2:] == [digests.FILE] and x[1].isdecimal())
+
+
+def _is_shared(name: str) -> bool:
+  """Whether a file other than those of checkpoints is in the bucket, too."""
+  return name.split("/")[0] not in _OF_THIS_MACHINE and not name.startswith(".")
 
 
 def _wrote_last(bucket: Bucket, folder: Path) -> bool:
@@ -148,6 +153,7 @@ class Mirror(Callback):
     host = printable(socket.gethostname(), 80)
     self._mine: dict[str, Any] = {"id": secrets.token_hex(8), "host": host, "ended": False}
     self._lost: str | None = None
+    self._sent: dict[str, tuple[int, int]] = {}  # size and time of the files that were uploaded
     self._one = threading.Lock()
     self._ended = threading.Event()
     distributed.on_first(self._take)
@@ -249,12 +255,7 @@ class Mirror(Callback):
     """Uploads all files but checkpoints, then the newest checkpoint."""
     with self._one:
       self._check()
-      for path in self._folder.rglob("*"):
-        name = path.relative_to(self._folder)
-        if name.parts[0] in _OF_THIS_MACHINE or path.suffix == ".partial" or not path.is_file():
-          continue
-        if not name.parts[0].startswith("."):
-          self._bucket.write(name.as_posix(), path.read_bytes())  # a file that may grow
+      self._upload_files()
       checkpoints = self._folder / CHECKPOINTS
       step = step_folders.newest_step(checkpoints)
       if step is not None:
@@ -262,6 +263,24 @@ class Mirror(Callback):
           if held.is_there():
             self._commit(step, held.path)
         self._remove_others(step)
+
+  def _upload_files(self) -> None:
+    """Uploads all changed files but checkpoints; removes those that are no longer here."""
+    here = set()
+    for path in self._folder.rglob("*"):
+      name = path.relative_to(self._folder).as_posix()
+      if not _is_shared(name) or path.suffix == ".partial" or not path.is_file():
+        continue
+      here.add(name)
+      found = path.stat()
+      state = found.st_size, found.st_mtime_ns
+      if self._sent.get(name) != state:
+        if path.parent == self._folder:
+          self._bucket.write(name, path.read_bytes())  # it may grow meanwhile
+        else:
+          self._bucket.upload(self._folder, [name])
+        self._sent[name] = state
+    self._bucket.remove([x for x in self._bucket.files() if _is_shared(x) and x not in here])
 
   def _commit(self, step: int, path: Path) -> None:
     bucket, listed = Bucket(f"{self._bucket.address}/{CHECKPOINTS}/{step}"), digests.FILE
