@@ -113,6 +113,14 @@ def test_memory_of_prefixes_is_bounded():
     assert 0 < slots.prefix_bytes <= 3000
     rows.append(row)
   assert [row.reused for row in rows[3:]] == [0, 0, 16, 0, 0, 16]
+  slots = Slots(model, 1)
+  for shared, reused in ((15, 0), (16, 16)):  # what two texts have in common is kept for the third
+    for end in b"abc":
+      prompt = np.append(np.full(shared, shared), np.full(17 - shared, end))
+      slots.add(row := Row(prompt, rows[0].options))
+      while slots.rows:
+        slots.step()
+    assert row.reused == reused
 
 
 def test_nan_ends_its_row_alone():

@@ -31,8 +31,6 @@ def logits_of(model) -> np.ndarray:
 
 
 def main() -> None:
-  from tests.peers import transformers_models
-
   base = transformers_models.cases()[CASE][0].double()
   options = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"down_proj": 5}}
   names = ["q_proj", "in_proj_qkv", "out_proj", "down_proj"]
@@ -58,6 +56,7 @@ def main() -> None:
 
 def opened(base: str, adapter: str, out: str) -> None:
   """Opens an adapter of ours with PEFT; every tensor of it must have its place."""
+  transformers_models.patch()
   config = json.loads((Path(base) / "config.json").read_text())
   model = getattr(transformers, config["architectures"][0]).from_pretrained(base).double()
   model = peft.PeftModel.from_pretrained(model, adapter).double()
@@ -68,9 +67,11 @@ def opened(base: str, adapter: str, out: str) -> None:
 
 
 if __name__ == "__main__":
+  if len(sys.argv) == 1:
+    import tests.peers.record  # noqa: F401  (casts to float32 keep float64)
+  from tests.peers import transformers_models
+
   if len(sys.argv) > 1:
     opened(*sys.argv[1:])
   else:
-    import tests.peers.record  # noqa: F401  (casts to float32 keep float64)
-
     main()

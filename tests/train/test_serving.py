@@ -21,7 +21,7 @@ from tests.pretrained.test_chat import folder_with
 from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
 from train.data import load_tokenizer
-from train.serving import app, command
+from train.serving import app, command, requests
 from train.serving.engine import Busy, Engine
 
 for _name in ("starlette", "jinja2"):
@@ -182,6 +182,13 @@ def test_choices_stops_and_chats(loaded, port):
   _, answer = ask(port, "/v1/completions", body | asked)
   assert answer["choices"][0]["text"] == want[0].partition(end)[0] != want[0]
   assert answer["choices"][0]["finish_reason"] == "stop"
+  wait_for(port, slots_used=0)
+  before, body = metrics(port), {"prompt": "ab", "stop": end, **asked, "max_tokens": 2_000}
+  _, events = ask(port, "/v1/completions", body | {"stream": True})
+  pieces = [event["choices"][0]["text"] for event in events]
+  assert "".join(pieces) == want[0].partition(end)[0]  # nothing of the stop string was shown
+  cancelled = before["cancelled_total"] + 1
+  wait_for(port, slots_used=0, cancelled_total=cancelled)
 
   said = [{"role": "system", "content": "be brief"}]
   said += [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -189,15 +196,51 @@ def test_choices_stops_and_chats(loaded, port):
   _, answer = ask(port, "/v1/chat/completions", body)
   assert answer["choices"][0]["message"] == {"role": "assistant", "content": reply}
   assert answer["object"] == "chat.completion"
+  reused = metrics(port)["reused_prompt_tokens_total"] + answer["usage"]["prompt_tokens"]
   _, events = ask(port, "/v1/chat/completions", body | {"stream": True})
   parts = [event["choices"][0]["delta"] for event in events]
   assert parts[0]["role"] == "assistant" and "role" not in parts[1]
   assert "".join(part["content"] for part in parts) == reply
   assert events[-1]["choices"][0]["finish_reason"] in ("length", "stop")
   assert events[0]["object"] == "chat.completion.chunk"
-  assert metrics(port)["reused_prompt_tokens_total"] > 0
+  assert metrics(port)["reused_prompt_tokens_total"] == reused  # the same prompt once more
   assert ask(port, "/v1/models")[1]["data"][0]["id"] == "model"
   assert ask(port, "/health") == (200, "ok")
+
+
+def test_body_is_what_the_client_asks_for(loaded):
+  """Every option, of an order of prompts, and the limits of a prompt with its answer."""
+  limits = {"most_texts": QUEUE, "most_tokens": 12}
+  parse = lambda body, chat=None: requests.parse(body, loaded, chat, **limits)
+  how = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5}
+  body = {"prompt": ["ab", "abcd"], "n": 2, "max_tokens": 3, "max_completion_tokens": 8}
+  asked = parse({**body, **how, "seed": 5, "stop": [*"abcdefghijklmnop"]})
+  encoded = lambda text: loaded.tokenizer.encode(text).tolist()
+  assert [x.tolist() for x in asked.prompts] == [encoded(x) for x in ("ab", "ab", "abcd", "abcd")]
+  want = loaded.options(max_tokens=8, seed=5, **how)
+  assert asked.options == want and asked.until == tuple("abcdefghijklmnop")
+  assert (asked.stream, asked.usage) == (False, False)
+  asked = [parse({"prompt": "a", "max_tokens": 4}).options for _ in range(2)]
+  assert asked[0].seed != asked[1].seed and asked[0].max_tokens == 4
+  for change, message in (
+    ({"prompt": ["a", "abcde"], "max_completion_tokens": 8}, "more than the 12 tokens"),
+    ({"stop": [*"abcdefghijklmnopq"]}, "stop has 17 strings; give at most 16"),
+    ({"best_of": 2}, "best_of=2 is not supported"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      parse(body | change)
+  body = {"prompt": "<end>", "max_tokens": 1}
+  for special, count in (("parse", 1), ("text", 5)):
+    assert len(parse(body | {"special_tokens": special}).prompts[0]) == count
+  parts = [{"type": "text", "text": text} for text in "ab"]
+  said = lambda role, content: {"messages": [{"role": role, "content": content}], "max_tokens": 1}
+  limits["most_tokens"] = 100
+  (prompt,) = parse(said("user", parts), loaded.chat_template).prompts
+  assert "user: ab" in loaded.tokenizer.decode(prompt)
+  for role in ("system", "developer", "assistant"):
+    parse(said(role, "<end>"), loaded.chat_template)
+  with pytest.raises(ValueError, match="spells out a special token"):
+    parse(said("tool", "<end>"), loaded.chat_template)
 
 
 def test_clients_that_leave_free_their_slots_and_a_full_queue_rejects(port):
@@ -336,6 +379,7 @@ def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):
   monkeypatch.setattr(slots, "step", fail)
   engine.run()
   assert str(engine.failure) == "the device is gone"
+  assert app._health(engine).status_code == 503
   assert [(drawn.row, drawn.ended) for drawn in ended] == [(rows[1], "failed"), (rows[0], "failed")]
   with pytest.raises(Busy):
     engine.submit(rows[:1], ended.append)
