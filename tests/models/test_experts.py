@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.models import MixtureOfExperts
+from lnssm_jax.models.experts import AXIS, Router, mixture
 from lnssm_jax.models.settings import params_of
 
 D, F, E, K, SHAPE = 6, 5, 8, 3, (3, 7, 6)
@@ -87,6 +88,7 @@ def test_experts_values_and_gradients_match_a_loop_in_float64(options):
 
     (_, wanted), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*wide)
     (want, want_aux), gradients = jax.tree.map(np.asarray, (wanted, gradients))
+  assert module.idle_entries == 3 * D * F * (E - K)
   share = chosen.reshape(-1, E).mean(0)
   assert share.min() < K / E < share.max()
   np.testing.assert_allclose(aux.share, share, rtol=1e-6)
@@ -101,15 +103,47 @@ def test_experts_values_and_gradients_match_a_loop_in_float64(options):
 
 
 def test_experts_drop_no_token_where_all_select_one():
+  """Next to a shared one with its gate."""
   options = {"num_experts": E, "experts_per_token": 1, "balance_bias": True, "balance": 1.0}
+  options |= {"shared_hidden": 4, "shared_gate": True}
   module = MixtureOfExperts(D, hidden=F, **options, rngs=nnx.Rngs(0))
   module.router_bias[...] = jnp.zeros(E).at[2].set(9.0)
+  module.shared_gate.kernel[...] *= 50
   x = jax.random.normal(jax.random.key(0), SHAPE)
-  of_one = lambda module, x: jax.tree.map(lambda leaf: leaf[2], module.experts)(x)
-  (y, aux), alone = jax.jit(lambda module, x: (module.with_aux(x), of_one(module, x)))(module, x)
-  np.testing.assert_allclose(y, alone, rtol=1e-5, atol=1e-9)
+
+  def alone(module, x):
+    gate = jax.nn.sigmoid(x @ module.shared_gate.kernel[...])
+    return jax.tree.map(lambda leaf: leaf[2], module.experts)(x) + gate * module.shared(x)
+
+  (y, aux), want = jax.jit(lambda module, x: (module.with_aux(x), alone(module, x)))(module, x)
+  np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-8)
   assert aux.share.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
   assert module.idle_entries == 3 * D * F * (E - 1)
+
+
+def test_experts_select_by_logits_in_float32_and_start_apart():
+  """Of 8 experts 2, with weights of sum 1; probabilities that are equal are not selected by."""
+  module = MixtureOfExperts(D, hidden=F, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  assert module.route == Router("softmax", 2, True, 1.0, 1, 1, 0.01)
+  assert len(np.unique(module.experts.gate.kernel[:, 0, 0])) == 8
+  x = jax.random.normal(jax.random.key(0), (7, D))
+  want = module.route(jnp.matmul(x, module.router.kernel[...], precision="highest"), None)[2].loss
+  np.testing.assert_allclose(jax.jit(lambda x: module.with_aux(x)[1].loss)(x), want, rtol=1e-6)
+  logits = jnp.array([[0.0, -201.0, -200.0]])
+  assert module.route(logits, None)[1].tolist() == [[0, 2]]
+
+
+def test_experts_in_two_shards_are_those_of_one():
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  kernels = normal(4, D, F), normal(4, D, F), normal(4, F, D)
+  given = normal(6, D), normal(6, 2), jnp.asarray(rng.integers(0, 4, (6, 2)))
+  run = lambda kernels, *given: mixture(kernels, jax.nn.silu, *given, 4)
+  in_two = lambda x: x.reshape(2, -1, *x.shape[1:])
+  shards = jax.vmap(run, axis_name=AXIS)
+  both = lambda: (shards(*jax.tree.map(in_two, (kernels, *given))), run(kernels, *given))
+  got, want = jax.jit(both)()
+  np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def main() -> None:
   )
 
   # Before mamba_ssm is there, whose kernels transformers would take.
-  models = transformers_models.cases() | fla_models.cases()
+  models = transformers_models.cases()
   write("transformers", transformers_layers.cases())
   write("fla", fla_layers.cases())
   write("torchscale", torchscale_layers.cases())
@@ -74,7 +74,7 @@ def main() -> None:
   write("mamba_ssm", mamba3_layers.cases())
   write("xlstm", xlstm_layers.cases())
   write("fla_log_linear", log_linear_layers.cases())
-  for case, (model, decode) in models.items():
+  for case, (model, decode) in (models | fla_models.cases()).items():
     record_models.record(case, model, decode)
   record_published.main()
 

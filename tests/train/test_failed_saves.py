@@ -330,7 +330,7 @@ def in_two(command, config, harm):
 def test_failed_saves_of_one_of_two_processes_stop_neither_and_change_nothing(
   harm, tiny, config_file, command, tmp_path
 ):
-  """A run that goes on after them has the losses and the state of one without, to the last bit."""
+  """A run that continues after them has the losses and the state of one without, bit for bit."""
   only = {"data__validation": (), "data__sources": {"train": tiny().data.sources["train"]}}
   options = {"steps": 120, "checkpoint_every": 5, "eval_every": 1000, "mesh__fsdp": 2, **only}
   whole, cfg = tiny(run_dir=str(tmp_path / "whole"), **options), tiny(**options)

@@ -68,8 +68,8 @@ def test_lora_begins_with_factors_of_its_seed_apart_for_each_matrix():
   kernels = {f"{name}_proj": {"kernel": jnp.zeros((2, rows, 4))} for name, rows in
              (("q", 128), ("k", 128), ("v", 512))}  # fmt: skip
 
-  def begun(seed):
-    settings = Optimizer(**OPTIONS, lora_rank=16)
+  def begun(seed, **names):
+    settings = Optimizer(**OPTIONS, lora_rank=16, **names)
     factors, *_ = make_optimizer(settings, 10, seed)[0].init({"blocks": {"mixer": kernels}})
     return flat(factors)
 
@@ -81,6 +81,8 @@ def test_lora_begins_with_factors_of_its_seed_apart_for_each_matrix():
   q, k, _ = (a[f"blocks.mixer.{name}_proj.kernel.lora_a"] for name in "qkv")
   assert not np.array_equal(q, k)
   assert not any(x.any() for name, x in first.items() if name not in a)
+  some = begun(1, lora_names=("*.q_proj.kernel", "*.v_proj.kernel"))
+  assert {name.split(".")[2] for name in some} == {"q_proj", "v_proj"}
 
 
 @pytest.mark.slow
