@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
+from lnssm_jax.mixers.common.short_convolution import ShortConvolution, convolve_each
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 B, T, D, W = 2, 9, 3, 4
@@ -108,6 +110,20 @@ def test_causal_conv1d_equals_a_loop():
     want = np.float64(SHIFT) + np.einsum("wd,bwd->bd", np.float64(TAPS), padded[:, t : t + W])
     np.testing.assert_allclose(y[:, t], want, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(state.inputs, Y[:, -3:])
+  _, pull = jax.vjp(lambda x: ops.causal_conv1d(x, TAPS, SHIFT)[1].inputs, Y)
+  np.testing.assert_array_equal(pull(Y[:, :3])[0], jnp.pad(Y[:, :3], ((0, 0), (T - 3, 0), (0, 0))))
+
+
+def test_short_convolutions_of_parts_and_of_streams_keep_their_states():
+  conv = ShortConvolution(D, W, activation="silu", rngs=nnx.Rngs(0))
+  others = [ShortConvolution(D, W, rngs=nnx.Rngs(n)) for n in (1, 2)]
+  states = [ops.ConvState(drawn(B, W - 1, D, seed=n)) for n in (4, 5)]
+  whole, last = conv(Y, states[0])
+  parts, state = conv.of_parts([Y[..., :1], Y[..., 1:]], states[0])
+  chex.assert_trees_all_equal((jnp.concatenate(parts, -1), state), (whole, last))
+  each = convolve_each(others, [Y, Y], states, None)
+  want = [other(Y, state) for other, state in zip(others, states, strict=True)]
+  chex.assert_trees_all_equal(each, ([y for y, _ in want], tuple(state for _, state in want)))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 8])

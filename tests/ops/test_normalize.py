@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lnssm_jax import ops
-from lnssm_jax.mixers.common.norms import LayerNorm, RMSNorm
+from lnssm_jax.mixers.common.norms import LayerNorm, RMSNorm, RMSNormFromZero, layer_norm
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X = np.random.default_rng(0).normal(size=(3, 5)) * [[0.1], [1], [10]]
@@ -46,6 +47,24 @@ def test_normalize_without_options_is_an_rms_norm():
   assert (y.dtype, s.dtype) == (BF16, F32)
   want = LayerNorm(5)(F32(X + ADDED)).astype(BF16)
   np.testing.assert_array_equal(LayerNorm(5).add(F32(X), F32(ADDED), BF16)[0], want)
+
+
+def test_norms_by_name_have_their_eps_scales_and_keys():
+  small = 1e-2 * X
+  square = lambda z: np.mean(z**2, -1, keepdims=True)
+  centered = small - small.mean(-1, keepdims=True)
+  want = centered / np.sqrt(square(centered) + 1e-5)
+  np.testing.assert_allclose(layer_norm(F32(small)), want, rtol=1e-5, atol=1e-6)
+  want = X / np.sqrt(square(X) + 0.5)
+  for norm in (RMSNorm(5, eps=0.5), RMSNormFromZero(5, eps=0.5)):
+    np.testing.assert_allclose(norm(F32(X)), want, rtol=1e-6)
+  assert not RMSNormFromZero(5).scale[...].any()
+  for norm, keys in ((RMSNorm, 1), (LayerNorm, 2)):  # as flax's draw, in the same order
+    rngs = nnx.Rngs(0)
+    norm(5, rngs=rngs)
+    assert rngs.params.count[...] == keys
+  with jax.enable_x64(True):
+    assert ops.normalize(F32(X), jnp.asarray(SCALE))[0].dtype == jnp.float64
 
 
 def test_normalize_narrow_sum_is_rounded_before_it_is_normalized():
