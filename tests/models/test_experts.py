@@ -133,15 +133,15 @@ def test_experts_select_by_logits_in_float32_and_start_apart():
   assert module.route(logits, None)[1].tolist() == [[0, 2]]
 
 
-def test_experts_in_two_shards_are_those_of_one():
+def test_experts_in_four_shards_are_those_of_one():
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   kernels = normal(4, D, F), normal(4, D, F), normal(4, F, D)
-  given = normal(6, D), normal(6, 2), jnp.asarray(rng.integers(0, 4, (6, 2)))
+  given = normal(8, D), normal(8, 2), jnp.asarray(rng.integers(0, 4, (8, 2)))
   run = lambda kernels, *given: mixture(kernels, jax.nn.silu, *given, 4)
-  in_two = lambda x: x.reshape(2, -1, *x.shape[1:])
+  divided = lambda x: x.reshape(4, -1, *x.shape[1:])
   shards = jax.vmap(run, axis_name=AXIS)
-  both = lambda: (shards(*jax.tree.map(in_two, (kernels, *given))), run(kernels, *given))
+  both = lambda: (shards(*jax.tree.map(divided, (kernels, *given))), run(kernels, *given))
   got, want = jax.jit(both)()
   np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-5)
 

@@ -68,7 +68,13 @@ def _unigram(*special: str) -> Tokenizer:
   inner.decoder = decoders.Metaspace()
   how = {"unk_token": "<unk>"}
   _train(inner, trainers.UnigramTrainer, ("<unk>", *special), 90, **how)
-  return inner
+  # The sums of scores, and pieces of equal ones, come in another order each time.
+  settings = json.loads(inner.to_str())
+  first = 1 + len(special)
+  vocab = settings["model"]["vocab"]
+  rounded = [[piece, round(score, 6)] for piece, score in vocab[first:]]
+  vocab[first:] = sorted(rounded, key=lambda piece: (-piece[1], piece[0]))
+  return Tokenizer.from_str(json.dumps(settings))
 
 
 def _train(inner: Tokenizer, trainer: Any, special: tuple[str, ...], size: int, **how: Any) -> None:
