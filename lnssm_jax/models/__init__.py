@@ -18,6 +18,7 @@ _HOMES = {
       "MixtureOfExperts",
       "RWKV4ChannelMix",
       "RWKV6ChannelMix",
+      "RWKV7ChannelMix",
       "SwiGLU",
     ),
   ),
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
   from lnssm_jax.models.channel_mixers import MixtureOfExperts as MixtureOfExperts
   from lnssm_jax.models.channel_mixers import RWKV4ChannelMix as RWKV4ChannelMix
   from lnssm_jax.models.channel_mixers import RWKV6ChannelMix as RWKV6ChannelMix
+  from lnssm_jax.models.channel_mixers import RWKV7ChannelMix as RWKV7ChannelMix
   from lnssm_jax.models.channel_mixers import SwiGLU as SwiGLU
   from lnssm_jax.models.config import BackboneConfig as BackboneConfig
   from lnssm_jax.models.config import ModelConfig as ModelConfig

@@ -298,8 +298,9 @@ class MixtureOfExperts(nnx.Module):
 class RWKVChannelMix(Mixer[jax.Array]):
   r"""sigmoid(W_r x^r) * W_v relu(W_k x^k)^2, where x^s = mu_s * x_t + (1 - mu_s) * x_{t-1}.
 
-  `RWKV4ChannelMix` and `RWKV6ChannelMix` say the widths and the initial mu. W_r and W_v start as
-  zero, W_k orthogonal with gain sqrt(hidden / D). The state is the last input, [B, D] float32.
+  `RWKV4ChannelMix`, `RWKV6ChannelMix` and `RWKV7ChannelMix` say the widths and the initial mu. W_r
+  and W_v start as zero, W_k orthogonal with gain sqrt(hidden / D). The state is the last input,
+  [B, D] float32.
 
   With mu_of="previous" mu weights the previous token, and starts at 1 minus that: the same
   function, with the numbers of RWKV-6's published code.
@@ -307,6 +308,7 @@ class RWKVChannelMix(Mixer[jax.Array]):
 
   usual_width: Callable[[int], int]
   initial_mu: Callable[..., jax.Array]  # [D], initial weight of the present token
+  has_gate = True
 
   def __init__(
     self,
@@ -326,29 +328,29 @@ class RWKVChannelMix(Mixer[jax.Array]):
     mu = self.initial_mu(dim, layer=layer, num_layers=num_layers)
     mu = mu if mu_of == "present" else 1 - mu
     self.dim, self.dtype = dim, jnp.dtype(dtype)
-    self.mu_k, self.mu_r = (nnx.Param(mu.astype(param_dtype)) for _ in range(2))
+    self.mu_k = nnx.Param(mu.astype(param_dtype))
+    self.mu_r = nnx.Param(mu.astype(param_dtype)) if self.has_gate else None
     linear = functools.partial(
       nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
     )
     zeros = nnx.initializers.zeros_init()
     gain = math.sqrt(max(1.0, hidden / dim))
     self.up = linear(dim, hidden, kernel_init=orthogonal(gain))
-    self.gate, self.down = (
-      linear(dim, dim, kernel_init=zeros),
-      linear(hidden, dim, kernel_init=zeros),
-    )
+    self.gate = linear(dim, dim, kernel_init=zeros) if self.has_gate else None
+    self.down = linear(hidden, dim, kernel_init=zeros)
 
   def _init_state(self, B):
     return jnp.zeros((B, self.dim), jnp.float32)
 
   def _mix(self, x, state, segment_ids):
     place = {"axis_name": self.sequence_axis, "dtype": self.dtype}
-    weights = [self.mu_k, self.mu_r]
+    weights = [self.mu_k] if self.mu_r is None else [self.mu_k, self.mu_r]
     if self.mu_of == "previous":
       weights = [1 - wide(mu[...]) for mu in weights]
-    of_k, of_r = interpolated(x, weights, state, segment_ids, **place)
+    of_k, *of_r = interpolated(x, weights, state, segment_ids, **place)
     y = self.down(jnp.square(jax.nn.relu(self.up(of_k))))
-    return jax.nn.sigmoid(self.gate(of_r)) * y, last_input(x, self.sequence_axis)
+    y = y if self.gate is None else jax.nn.sigmoid(self.gate(*of_r)) * y
+    return y, last_input(x, self.sequence_axis)
 
 
 class RWKV4ChannelMix(RWKVChannelMix):
@@ -369,12 +371,24 @@ class RWKV6ChannelMix(RWKVChannelMix):
   """
 
   usual_width = staticmethod(rwkv6_width)
+  power = 3
 
-  @staticmethod
-  def initial_mu(dim, *, layer, num_layers):
-    """[D] float32, initial weight of the present token in both streams."""
+  @classmethod
+  def initial_mu(cls, dim, *, layer, num_layers):
+    """[D] float32, initial weight of the present token in its streams."""
     rho = 1.0 - jnp.asarray(layer, jnp.float32) / num_layers
-    return (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**3)
+    return (jnp.arange(dim, dtype=jnp.float32) / dim) ** (rho**cls.power)
+
+
+class RWKV7ChannelMix(RWKV6ChannelMix):
+  """W_v relu(W_k x^k)^2 with 4 D hidden channels and mu_i = (i / D)^(rho^4): no gate.
+
+  The published mu weights the previous token: mu_of="previous".
+  Source: RWKV-7 (Peng et al. 2025) and its published code.
+  """
+
+  usual_width = staticmethod(lambda dim: 4 * dim)
+  power, has_gate = 4, False
 
 
 class Identity(nnx.Module):
@@ -403,6 +417,7 @@ CHANNEL_MIXERS: dict[str, type[Any] | None] = {
   "moe": MixtureOfExperts,
   "rwkv4_channel_mix": RWKV4ChannelMix,
   "rwkv6_channel_mix": RWKV6ChannelMix,
+  "rwkv7_channel_mix": RWKV7ChannelMix,
   "identity": Identity,
   "none": None,
 }

@@ -198,6 +198,8 @@ def _by_module(
   for parameter in layers.parameters(family, settings, shapes):
     a, b = factors[parameter.name]
     for number, pieces in enumerate(parameter.layers):
+      if not pieces:
+        continue
       own = (a[number], b[number]) if parameter.stacked else (a, b)
       (piece, *others) = pieces
       # Which row of theirs each number of ours is of: of a column one, if it is a linear layer.

@@ -66,6 +66,9 @@ def read(
     size = tuple(len(range(*cut.indices(n))) for cut, n in zip(inner, shape, strict=True))
     out = _aligned((len(chosen), *size), dtype)
     for pieces, to in zip(chosen, out, strict=True):
+      if not pieces:
+        to[...] = 0
+        continue
       if pieces[0].part is None:
         jobs += _slabs(to, pieces[0].view(tensors[pieces[0].theirs])[inner])
         continue

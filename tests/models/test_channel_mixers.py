@@ -16,7 +16,7 @@ from tests.mixers.helpers import drawn
 from train.config import Model
 from train.step import flops
 
-RWKV = ["rwkv4_channel_mix", "rwkv6_channel_mix"]
+RWKV = ["rwkv4_channel_mix", "rwkv6_channel_mix", "rwkv7_channel_mix"]
 OTHERS = (*RWKV, "none", "moe")  # experts: test_experts.py
 NAMES = [name for name in CHANNEL_MIXERS if name not in OTHERS]
 silu = lambda x: x / (1 + np.exp(-x))
@@ -55,13 +55,14 @@ def test_channel_mixer_equals_its_formula(name):
     ("rwkv4_channel_mix", 512, 2048),
     ("rwkv6_channel_mix", 512, 1792),
     ("rwkv6_channel_mix", 8, 32),
+    ("rwkv7_channel_mix", 512, 2048),
   ],
 )
 def test_hidden_width_by_default_and_its_cost(name, dim, hidden):
   mixer = jax.eval_shape(lambda: CHANNEL_MIXERS[name](dim, rngs=nnx.Rngs(0)))
   assert mixer.up.kernel.shape == (dim, hidden)
   assert mixer.down.kernel.shape == (hidden, dim)
-  weights = [mixer.up, mixer.down, *([mixer.gate] if hasattr(mixer, "gate") else [])]
+  weights = [mixer.up, mixer.down, *([mixer.gate] if getattr(mixer, "gate", None) else [])]
   products = sum(layer.kernel.size for layer in weights)
   assert flops.kernel_entries(mixer) == products
 
@@ -119,7 +120,9 @@ def test_rwkv_channel_mix_equals_its_equations_and_carries_its_state(name):
   before = np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
   stream = lambda mu: mu * x + (1 - mu) * before
   hidden = np.maximum(stream(p["mu_k"]) @ p["up"], 0) ** 2
-  want = hidden @ p["down"] / (1 + np.exp(-stream(p["mu_r"]) @ p["gate"]))
+  want = hidden @ p["down"]
+  if mixer.has_gate:
+    want = want / (1 + np.exp(-stream(p["mu_r"]) @ p["gate"]))
   x = jnp.asarray(x, jnp.float32)
   got, last = call(mixer, x)
   assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
@@ -155,12 +158,14 @@ def test_gpt2_mlp_starts_orthogonal():
 
 
 def test_rwkv_channel_mix_starts_as_published():
-  old, new = (CHANNEL_MIXERS[n](8, layer=1, num_layers=4, rngs=nnx.Rngs(0)) for n in RWKV)
+  mixers = [CHANNEL_MIXERS[n](8, layer=1, num_layers=4, rngs=nnx.Rngs(0)) for n in RWKV]
   i = np.arange(8) / 8
-  for mixer, mu in ((old, i**0.75), (new, i ** (0.75**3))):
-    np.testing.assert_allclose(mixer.mu_k[...], mu, rtol=1e-6)
-    np.testing.assert_array_equal(mixer.mu_r[...], mixer.mu_k[...])
-    assert not mixer.gate.kernel[...].any() and not mixer.down.kernel[...].any()
+  for mixer, power in zip(mixers, (1, 3, 4), strict=True):
+    np.testing.assert_allclose(mixer.mu_k[...], i ** (0.75**power), rtol=1e-6)
+    assert not mixer.down.kernel[...].any()
+    if mixer.has_gate:
+      np.testing.assert_array_equal(mixer.mu_r[...], mixer.mu_k[...])
+      assert not mixer.gate.kernel[...].any()
     gram = np.asarray(mixer.up.kernel[...]) @ np.asarray(mixer.up.kernel[...]).T
     np.testing.assert_allclose(gram, 4 * np.eye(8), atol=1e-5)  # 32 hidden channels, gain 2
   with pytest.raises(ValueError, match="layer=4 must be at least 0 and less than num_layers=4"):

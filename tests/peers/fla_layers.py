@@ -92,6 +92,10 @@ def _rwkv7(r, w, k, v, a, b, **_):
   return out.transpose(1, 2), state
 
 
+def _rwkv7_of_erase_key(r, w, k, v, kk, a, **_):
+  return _rwkv7(r, w, k, v, -kk, kk * a)
+
+
 def _token_shift_and_last(x, *_, **__):
   return _token_shift(x), None
 
@@ -167,6 +171,7 @@ def patch():
   layers.comba.chunk_comba = _comba
   layers.gated_deltaproduct.chunk_gated_delta_product = _delta_product
   layers.rwkv7.chunk_rwkv7, layers.rwkv7.l2_norm = _rwkv7, _unit
+  layers.rwkv7.fused_mul_recurrent_rwkv7 = _rwkv7_of_erase_key
   layers.rwkv7.token_shift = _token_shift_and_last
   layers.rwkv7.fused_addcmul_rwkv7 = torch_addcmul_rwkv7
   layers.rwkv7.fused_k_rwkv7 = k_update_ref

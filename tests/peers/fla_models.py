@@ -7,6 +7,7 @@ import fla.layers.attn
 import fla.layers.gated_deltanet
 import fla.layers.multiscale_retention
 import fla.models.rwkv6.modeling_rwkv6
+import fla.models.rwkv7.modeling_rwkv7
 import torch
 from fla import models
 from fla.modules import LayerNorm, RMSNorm
@@ -45,6 +46,7 @@ def patch():
   fla.layers.gated_deltanet.fused_recurrent_gated_delta_rule = _gated_delta
   fla.layers.multiscale_retention.fused_recurrent_retention = _retention
   fla.models.rwkv6.modeling_rwkv6.token_shift = _token_shift
+  fla.models.rwkv7.modeling_rwkv7.token_shift = fla_layers._token_shift_and_last
   ACT2FN.update(swish=F.silu, sqrelu=lambda x: F.relu(x).square())
   RMSNorm.forward = _after_sum(lambda self, x: _rms(x, self.weight, self.eps))
   LayerNorm.forward = _after_sum(
@@ -89,5 +91,14 @@ def cases():
     "fla_gsa_attn": model("GSA", num_slots=3, attn=attention | windowed | {"num_kv_heads": 1}),
     "fla_hgrn2_attn": model("HGRN2", expand_ratio=4, use_lower_bound=False, attn=attention),
     "fla_rwkv6_attn": model("RWKV6", heads=4, **ranks, attn=attention | {"layers": [0]}),
+    "fla_rwkv7": model(
+      "RWKV7",
+      head_dim=4,
+      num_hidden_layers=3,
+      decay_low_rank_dim=2,
+      gate_low_rank_dim=3,
+      a_low_rank_dim=4,
+      v_low_rank_dim=5,
+    ),
     "fla_rwkv6": model("RWKV6", **ranks),
   }

@@ -13,7 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import lnssm_jax
-from lnssm_jax.models import LanguageModel, count_parameters, layers, replace_mixers
+from lnssm_jax.models import LanguageModel, count_parameters, replace_mixers
 from lnssm_jax.models.settings import abstract_params, params_of
 from lnssm_jax.pretrained import ExportError, folders, hugging_face, placing, safetensors
 from lnssm_jax.pretrained.families import family_of, hybrids
@@ -26,10 +26,7 @@ from tests.pretrained.published import CASES, recorded, write
 @jax.jit
 def evaluate(model, tokens):
   """The input of each layer and of the head, and the hidden states of one token at a time."""
-  x, inputs = model.embed(tokens), []
-  for block in layers.apart(layers.tied(model.blocks), model.num_layers):
-    inputs.append(x)
-    x = block(x)[0]
+  *inputs, x = model.hidden_states(tokens)[0]
 
   def step(state, token):
     hidden, state = model.hidden(token[:, None], state)
@@ -45,7 +42,7 @@ def evaluate(model, tokens):
 
 # The others take most of a minute.
 BY_DEFAULT = ("fla_gla", "fla_gla_attn", "fla_hgrn2", "fla_retnet", "llama_scaled", "llama_yarn")
-BY_DEFAULT += ("mamba", "qwen3_next_moe", "granitemoehybrid_moe")
+BY_DEFAULT += ("mamba", "qwen3_next_moe", "granitemoehybrid_moe", "fla_rwkv7")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from lnssm_jax.pretrained.families.qwen_experts import (
 )
 from lnssm_jax.pretrained.families.rwkv4 import RWKV4
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
+from lnssm_jax.pretrained.families.rwkv7 import RWKV7
 from lnssm_jax.pretrained.families.table import Family
 from lnssm_jax.pretrained.manifest import ExportError
 
@@ -52,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
   LFM2,
   *FLA,
   RWKV6,
+  RWKV7,
   *FLA_HYBRIDS,
   MAMBA_SSM,
   MAMBA2_SSM,

@@ -25,7 +25,7 @@ class Parameter(NamedTuple):
   name: str
   shape: tuple[int, ...]
   stacked: bool
-  layers: Sequence[list[Piece]]  # of a single one, if it is not stacked
+  layers: Sequence[list[Piece]]  # of a single one, if it is not stacked; none: it is 0
 
 
 def parameters(
@@ -61,6 +61,8 @@ def _pieces(family, settings, name, row, shape, layer) -> list[Piece]:
     raise ExportError(f"a model of {family.name!r} has no parameter like {name}.")
   pieces = []
   for found in rows if isinstance(rows, list) else [rows]:
+    if layer < found.since:
+      continue
     for one in _of_experts(found, shape[0]) if found.theirs.count("{}") > 1 else [found]:
       pieces.append(_piece(one, settings, shape, layer, row.startswith("blocks.")))
   return pieces

@@ -52,6 +52,7 @@ class Row(NamedTuple):
   theirs: str
   view: View | Callable[[Mapping[str, Any]], View] = SAME  # of their tensor; or by our settings
   part: Callable[[Any], Any] | None = None  # the view of ours that it is; None: all of it
+  since: int = 0  # the first layer that has it; of earlier ones ours is 0, and changes nothing
 
 
 type Rows = dict[str, Row | list[Row]]
