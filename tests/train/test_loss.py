@@ -121,6 +121,7 @@ def test_loss_penalty_gradient_matches_definition():
   assert float(ours(hidden, head)) == float(without.nats / without.weight)  # not in the loss
 
 
+@pytest.mark.slow  # also in the gradients of all at once
 def test_z_loss_gradient_matches_definition():
   hidden, head, targets, _ = inputs(5, dtype=np.float32)
   weights = np.ones((B, 5), np.float32)
