@@ -26,8 +26,8 @@ class Shape(NamedTuple):
 
 def takes(heads: int, channels: int, pairs: int) -> bool:
   """Whether there is a configuration for these sizes."""
-  whole = pairs % LANES == 0 and (channels - 2 * pairs) % LANES == 0
-  return heads % WARPS == 0 and whole and pairs > 0 and channels <= 8 * LANES
+  whole = pairs > 0 and pairs % LANES == 0 and channels % pairs == 0 and channels >= 2 * pairs
+  return heads % WARPS == 0 and whole and channels <= 8 * LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Config:
 
   def smem(self, shape: Shape) -> dict[str, int]:
     """Bytes of SMEM per CTA by kernel."""
-    sums = 4 * WARPS * shape.channels
-    return {"forward": 0, "backward": 4 * shape.tokens * self.backward.heads * shape.pairs + sums}
+    angles = shape.tokens * self.backward.heads * shape.pairs
+    sums = WARPS**2 * (2 * shape.channels + shape.pairs)
+    return {"forward": 0, "backward": 4 * (angles + sums)}
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape."""
@@ -71,5 +72,5 @@ class Config:
 def default(shape: Shape) -> Config:
   """The configuration for a shape on the current device. Measured on an H100 at H32 N128 A32."""
   heads = lambda *sizes: next(h for h in sizes if shape.heads % h == 0)
-  config = Config(KernelConfig(heads(16, 8, 4), 8), KernelConfig(heads(8, 4), 8))
+  config = Config(KernelConfig(heads(16, 8, 4), 8), KernelConfig(heads(16, 8, 4), 4))
   return tuning.tuned("rotations", shape.shape_class, config)

@@ -4,17 +4,19 @@
     k_t = weight_t R(angle_t) (key_t + key_offset)        key_t is shared by all heads
     q_t = R(angle_t) (query_t + query_offset)             so is query_t
 
-The angle before each chunk is given, so that a CTA has some chunks of some heads. Warps have a head
-each and lanes a pair of channels: angles stay in registers from token to token, and no angle, sine
-or cosine is written to memory. The backward kernel computes them again, keeps those of a chunk in
-SMEM, and goes from its last token to its first:
+The angle before each chunk is given, so that a CTA has some chunks of some heads. Warps have heads
+of their own and lanes a pair of channels: angles stay in registers from token to token, and no
+angle, sine or cosine is written to memory. The backward kernel computes them again, keeps those of
+a chunk in SMEM, and goes from its last token to its first. There it rotates the cotangents back, so
+that keys and queries need no rotation:
 
     d angle_t = (what k_t and q_t give) + keep_{t+1} d angle_{t+1}
     d step_t = sum over pairs of pace_t d angle_t
     d pace_t = sum over heads of step_t d angle_t
 
   prologue   this CTA's offsets
-  mainloop   chunk by chunk: angles of its tokens; gradients of its tokens in reverse
+  mainloop   chunk by chunk: angles of its tokens; gradients of its tokens in reverse. Sums over
+             heads cross warps through SMEM, for four tokens at a time
   epilogue   (backward) store this CTA's sums for the offsets, which XLA adds up, as it adds up what
              the CTAs of other heads have of the shared arrays
 """
@@ -29,7 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.gradients import custom_vjp
-from pallas_kernels.core.wgmma import COMPILER_PARAMS, store_unoptimized, traced_once
+from pallas_kernels.core.mma import Mma
+from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, store_unoptimized, traced_once
 from pallas_kernels.rotations.config import LANES, WARPS, Config, KernelConfig, Shape
 
 _TURN = 6.283185307179586
@@ -101,17 +104,19 @@ def _backward_rule(static, inputs, cotangents):
 rotate.defvjp(_forward_rule, _backward_rule)
 
 
-class _Vectors(NamedTuple):
-  """The channels of a vector or of a tile of `WARPS` heads: both of each pair, and the rest."""
+# A vector or a tile of `WARPS` heads in parts of A channels, of which the first two rotate.
+type _Parts = tuple[jax.Array, ...]
 
-  first: Any
-  second: Any
-  rest: Any  # None where all channels rotate
 
-  def map(self, function, *others: "_Vectors") -> "_Vectors":
-    """`function` of each part."""
-    parts = zip(self, *others, strict=True)
-    return _Vectors(*(None if part[0] is None else function(*part) for part in parts))
+class _Token(NamedTuple):
+  """The shared inputs of a token, and its numbers per head by tile."""
+
+  key: _Parts
+  query: _Parts
+  pace: jax.Array
+  keep: jax.Array
+  step: list[jax.Array]
+  weight: list[jax.Array]
 
 
 class _Cta:
@@ -122,52 +127,61 @@ class _Cta:
     self.chunks, self.tiles = config.chunks(shape), config.heads // WARPS
     self.cta, self.group = lax.axis_index("cta"), lax.axis_index("group")
     self.first_head = self.group * config.heads
-    v = 2 if shape.pairs % (2 * LANES) == 0 and shape.channels % (2 * LANES) == 0 else 1
+    v = 2 if shape.pairs % (2 * LANES) == 0 else 1
     tiling = plgpu.Tiling(((WARPS, LANES * v), (v,)))
     self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
-  def parts(self, of) -> _Vectors:
+  def parts(self, of) -> tuple[Any, ...]:
     """`of(slice of channels)` for each part."""
     N, A = self.shape.channels, self.shape.pairs
-    rest = of(pl.ds(2 * A, N - 2 * A)) if N > 2 * A else None
-    return _Vectors(of(pl.ds(0, A)), of(pl.ds(A, A)), rest)
-
-  def each(self, *parts: _Vectors) -> list[tuple[Any, ...]]:
-    """(Slice of channels, that part of each of `parts`), for the parts that there are."""
-    return [x for x in zip(self.parts(lambda n: n), *parts, strict=True) if x[0] is not None]
+    return tuple(of(pl.ds(n, A)) for n in range(0, N, A))
 
   def heads(self, tile: int):
     """The heads of one of the CTA's tiles, one per warp."""
     return pl.ds(self.first_head + tile * WARPS, WARPS)
 
   def load(self, ref) -> jax.Array:
-    """A tile, in float32."""
-    return plgpu.load(ref, layout=self.layout, optimized=False).astype(jnp.float32)
+    """A tile."""
+    return plgpu.load(ref, layout=self.layout, optimized=False)
 
   def per_channel(self, ref) -> jax.Array:
     """A vector with a number per channel, for every warp."""
-    vector = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(jnp.float32)
+    vector = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False)
     return self._cast(lax.broadcast_in_dim(vector, (WARPS, *ref.shape), [1]))
 
-  def per_head(self, ref, channels: int) -> jax.Array:
-    """A vector with a number per warp, for every channel."""
+  def per_head(self, ref) -> jax.Array:
+    """A vector with a number per warp, for every channel of a part."""
     vector = plgpu.load(ref, layout=self.layout.reduce(1), optimized=False)
-    return self._cast(lax.broadcast_in_dim(vector, (WARPS, channels), [0]))
+    return self._cast(lax.broadcast_in_dim(vector, (WARPS, self.shape.pairs), [0]))
 
-  def zeros(self, channels: int) -> jax.Array:
-    """A tile of zeros."""
-    return self._cast(jnp.zeros((WARPS, channels), jnp.float32))
+  def token(self, ins, token) -> "_Token":
+    """Loads the inputs of a token."""
+    return _Token(
+      key=self.parts(lambda n: self.per_channel(ins.keys.at[token, n])),
+      query=self.parts(lambda n: self.per_channel(ins.queries.at[token, n])),
+      pace=self.per_channel(ins.pace.at[token]),
+      keep=self.per_head(ins.keep.at[token]),
+      step=[self.per_head(ins.step.at[token, self.heads(t)]) for t in self._tiles()],
+      weight=[self.per_head(ins.weight.at[token, self.heads(t)]) for t in self._tiles()],
+    )
 
-  def offsets(self, ref) -> list[_Vectors]:
+  def of_tiles(self, ref, token) -> list[_Parts]:
+    """A token's keys or queries, by tile."""
+    part = lambda t, n: self.load(ref.at[token, self.heads(t), n])
+    return [self.parts(functools.partial(part, t)) for t in self._tiles()]
+
+  def zeros(self) -> jax.Array:
+    """A part of zeros."""
+    return self._cast(jnp.zeros((WARPS, self.shape.pairs), jnp.float32))
+
+  def offsets(self, ref) -> list[_Parts]:
     """The offsets of the CTA's heads, by tile."""
     return [self.parts(lambda n, t=t: self.load(ref.at[self.heads(t), n])) for t in self._tiles()]
 
-  def angles(self, ins, token, angles) -> list[jax.Array]:
+  def angles(self, token: "_Token", angles) -> list[jax.Array]:
     """Those of a token from those of the token before, [WARPS, A] by tile."""
-    A = self.shape.pairs
-    pace, keep = self.per_channel(ins.pace.at[token]), self.per_head(ins.keep.at[token], A)
-    step = (self.per_head(ins.step.at[token, self.heads(t)], A) for t in self._tiles())
-    return [_within_a_turn(keep * x + s * pace) for x, s in zip(angles, step, strict=True)]
+    added = (step * token.pace for step in token.step)
+    return [_within_a_turn(token.keep * x + y) for x, y in zip(angles, added, strict=True)]
 
   def entering(self, ins, chunk) -> list[jax.Array]:
     """The angles before a chunk, by tile."""
@@ -192,8 +206,13 @@ def _within_a_turn(angle):
   return angle - whole.astype(jnp.float32) * _TURN
 
 
-def _rotated(x: _Vectors, cos, sin) -> _Vectors:
-  return _Vectors(x.first * cos - x.second * sin, x.first * sin + x.second * cos, x.rest)
+def _rotated(x: _Parts, cos, sin) -> _Parts:
+  return x[0] * cos - x[1] * sin, x[0] * sin + x[1] * cos, *x[2:]
+
+
+def _sum(x: _Parts, y: _Parts) -> _Parts:
+  """x + y, y in float32."""
+  return tuple(a.astype(jnp.float32) + b for a, b in zip(x, y, strict=True))
 
 
 # Forward kernel
@@ -209,23 +228,29 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
     cta = _Cta(config, shape)
     offsets = list(zip(cta.offsets(ins.key_offset), cta.offsets(ins.query_offset), strict=True))
 
-    def compute_token(token, angles):
-      angles = cta.angles(ins, token, angles)
-      key = cta.parts(lambda n: cta.per_channel(ins.keys.at[token, n]))
-      query = cta.parts(lambda n: cta.per_channel(ins.queries.at[token, n]))
+    def compute_token(n, token, angles):
+      angles = cta.angles(token, angles)
       for t, (angle, (key_offset, query_offset)) in enumerate(zip(angles, offsets, strict=True)):
         heads, cos, sin = cta.heads(t), jnp.cos(angle), jnp.sin(angle)
-        q = _rotated(query.map(jnp.add, query_offset), cos, sin)
-        k = _rotated(key.map(jnp.add, key_offset), cos, sin)
-        for n, of_k, of_q in cta.each(k, q):
-          weighted = of_k * cta.per_head(ins.weight.at[token, heads], of_k.shape[1])
-          store_unoptimized(outs.keys.at[token, heads, n], weighted.astype(static.dtype))
-          store_unoptimized(outs.queries.at[token, heads, n], of_q.astype(static.dtype))
-      return tuple(angles)
+        q = _rotated(_sum(token.query, query_offset), cos, sin)
+        k = tuple(token.weight[t] * x for x in _rotated(_sum(token.key, key_offset), cos, sin))
+        for c, of_k, of_q in zip(cta.parts(lambda c: c), k, q, strict=True):
+          store_unoptimized(outs.keys.at[n, heads, c], of_k.astype(static.dtype))
+          store_unoptimized(outs.queries.at[n, heads, c], of_q.astype(static.dtype))
+      return angles
 
     def compute(chunk, carry):
-      tokens = lambda n, angles: compute_token(chunk * shape.tokens + n, angles)
-      lax.fori_loop(0, shape.tokens, tokens, tuple(cta.entering(ins, chunk)))
+      first = chunk * shape.tokens
+      last = first + shape.tokens - 1
+
+      def compute_next(n, carry):
+        angles, token = carry
+        ahead = cta.token(ins, jnp.minimum(first + n + 1, last))
+        return compute_token(first + n, token, angles), ahead
+
+      lax.fori_loop(
+        0, shape.tokens, compute_next, (cta.entering(ins, chunk), cta.token(ins, first))
+      )
       return carry
 
     cta.each_chunk(compute, jnp.int32(0))
@@ -275,79 +300,102 @@ def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> Back
     entering=floats(L, H, A),
   )
 
-  def body(given, outs, angles_smem):
-    cta = _Cta(config, shape)
+  def body(given, outs, angles_smem, sums_smem):
+    cta, backend = _Cta(config, shape), Mma(static.interpret)
     ins = given.inputs
     offsets = list(zip(cta.offsets(ins.key_offset), cta.offsets(ins.query_offset), strict=True))
-    zeros = lambda: cta.parts(lambda n: cta.zeros(n.size))
+    zeros = lambda: cta.parts(lambda _: cta.zeros())
     place = lambda n, t: angles_smem.at[n, pl.ds(t * WARPS, WARPS)]
 
+    def load_token(token):
+      of_tiles = functools.partial(cta.of_tiles, token=token)
+      return cta.token(ins, token), of_tiles(given.d_keys), of_tiles(given.d_queries)
+
     def keep_angles(chunk):
-      def compute_token(n, angles):
-        angles = cta.angles(ins, chunk * shape.tokens + n, angles)
-        for t, angle in enumerate(angles):
-          store_unoptimized(place(n, t), angle)
-        return tuple(angles)
+      def compute_some(i, angles):
+        numbers = [i * WARPS + j for j in range(WARPS)]
+        tokens = [cta.token(ins, chunk * shape.tokens + n) for n in numbers]  # one latency for all
+        for n, token in zip(numbers, tokens, strict=True):
+          angles = cta.angles(token, angles)
+          for t, angle in enumerate(angles):
+            store_unoptimized(place(n, t), angle)
+        return angles
 
-      lax.fori_loop(0, shape.tokens, compute_token, tuple(cta.entering(ins, chunk)))
+      lax.fori_loop(0, shape.tokens // WARPS, compute_some, cta.entering(ins, chunk))
 
-    def compute_token(n, token, d_angles, d_offsets):
-      key = cta.parts(lambda n: cta.per_channel(ins.keys.at[token, n]))
-      query = cta.parts(lambda n: cta.per_channel(ins.queries.at[token, n]))
-      pace, keep = cta.per_channel(ins.pace.at[token]), cta.per_head(ins.keep.at[token], A)
-      d_key, d_query, d_pace = zeros(), zeros(), cta.zeros(A)
-      d_angles, d_offsets = list(d_angles), list(d_offsets)
+    def compute_token(n, place_of, loaded, d_angles, d_offsets):
+      token, d_keys, d_queries = loaded
+      d_key, d_query, d_pace = zeros(), zeros(), cta.zeros()
+      d_angles, d_offsets, found = list(d_angles), list(d_offsets), []
       for t, (key_offset, query_offset) in enumerate(offsets):
-        heads, angle = cta.heads(t), cta.load(place(n, t))
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        d_k = cta.parts(lambda n: cta.load(given.d_keys.at[token, heads, n]))  # noqa: B023
-        d_q = cta.parts(lambda n: cta.load(given.d_queries.at[token, heads, n]))  # noqa: B023
-        k = _rotated(key.map(jnp.add, key_offset), cos, sin)
-        q = _rotated(query.map(jnp.add, query_offset), cos, sin)
-        d_weight = jnp.sum(d_k.first * k.first + d_k.second * k.second, axis=1)
-        if k.rest is not None:
-          d_weight = d_weight + jnp.sum(d_k.rest * k.rest, axis=1)
-        store_unoptimized(outs.weight.at[token, heads], d_weight)
-        weigh = lambda x: x * cta.per_head(ins.weight.at[token, heads], x.shape[1])  # noqa: B023
-        d_k = d_k.map(weigh)
-        of_both = ((d_k, k), (d_q, q))
-        d_angle = d_angles[t] + sum(d.second * x.first - d.first * x.second for d, x in of_both)
-        step = cta.per_head(ins.step.at[token, heads], A)
-        d_pace = d_pace + step * d_angle
-        store_unoptimized(outs.step.at[token, heads], jnp.sum(pace * d_angle, axis=1))
-        d_angles[t] = keep * d_angle
-        d_k, d_q = _rotated(d_k, cos, -sin), _rotated(d_q, cos, -sin)
-        d_key, d_query = d_key.map(jnp.add, d_k), d_query.map(jnp.add, d_q)
+        angle = cta.load(place_of(t))
+        back = functools.partial(_rotated, cos=jnp.cos(angle), sin=-jnp.sin(angle))
+        wide = lambda parts: tuple(x.astype(jnp.float32) for x in parts)
+        d_k, d_q = back(wide(d_keys[t])), back(wide(d_queries[t]))
+        k, q = _sum(token.key, key_offset), _sum(token.query, query_offset)
+        d_weight = jnp.sum(sum(map(jnp.multiply, d_k, k)), axis=1)
+        d_k = tuple(token.weight[t] * x for x in d_k)
+        d_angle = d_angles[t] + sum(d[1] * x[0] - d[0] * x[1] for d, x in ((d_k, k), (d_q, q)))
+        d_pace = d_pace + token.step[t] * d_angle
+        found.append((d_weight, jnp.sum(token.pace * d_angle, axis=1)))
+        d_angles[t] = token.keep * d_angle
+        d_key, d_query = _sum(d_key, d_k), _sum(d_query, d_q)
         of_keys, of_queries = d_offsets[t]
-        d_offsets[t] = of_keys.map(jnp.add, d_k), of_queries.map(jnp.add, d_q)
+        d_offsets[t] = _sum(of_keys, d_k), _sum(of_queries, d_q)
+      for t, (d_weight, d_step) in enumerate(found):
+        store_unoptimized(outs.weight.at[n, cta.heads(t)], d_weight)
+        store_unoptimized(outs.step.at[n, cta.heads(t)], d_step)
+      return (*d_key, *d_query, d_pace), d_angles, d_offsets
 
-      over_heads = lambda ref, x: store_unoptimized(ref, jnp.sum(x, axis=0))
-      for ref, parts in ((outs.keys, d_key), (outs.queries, d_query)):
-        for n, x in cta.each(parts):
-          over_heads(ref.at[cta.group, token, n], x)
-      over_heads(outs.pace.at[cta.group, token], d_pace)
-      return tuple(d_angles), tuple(d_offsets)
+    def store_sums(tokens):
+      backend.commit()
+      # What the CTA's heads have of `WARPS` tokens, a token per warp now.
+      of_warps = lambda i: [cta.load(sums_smem.at[i, :, w]) for w in range(WARPS)]
+      over_heads = lambda i: functools.reduce(jnp.add, of_warps(i))
+      parts = cta.parts(lambda n: n)
+      for i, n in enumerate(parts):
+        store_unoptimized(outs.keys.at[cta.group, tokens, n], over_heads(i))
+        store_unoptimized(outs.queries.at[cta.group, tokens, n], over_heads(len(parts) + i))
+      store_unoptimized(outs.pace.at[cta.group, tokens], over_heads(2 * len(parts)))
+      backend.commit()
 
     def compute(chunk, d_offsets):
+      begin = chunk * shape.tokens
+      loaded = load_token(begin + shape.tokens - 1)
       keep_angles(chunk)
 
-      def from_last(n, carry):
-        n = shape.tokens - 1 - n
-        return compute_token(n, chunk * shape.tokens + n, *carry)
+      def from_last(i, carry):
+        first = shape.tokens - WARPS * (1 + i)
 
-      start = tuple(cta.zeros(A) for _ in offsets), d_offsets
-      d_angles, d_offsets = lax.fori_loop(0, shape.tokens, from_last, start)
+        def of_token(i, carry):
+          i = WARPS - 1 - i
+          n = first + i
+          ahead = load_token(begin + jnp.maximum(n - 1, 0))
+          sums, *carry = compute_token(begin + n, functools.partial(place, n), *carry)
+          for j, part in enumerate(sums):
+            store_unoptimized(sums_smem.at[j, i], part)
+          return ahead, *carry
+
+        carry = lax.fori_loop(0, WARPS, of_token, carry)
+        store_sums(pl.ds(begin + first, WARPS))
+        return carry
+
+      start = loaded, [cta.zeros() for _ in offsets], d_offsets
+      _, d_angles, d_offsets = lax.fori_loop(0, shape.tokens // WARPS, from_last, start)
       for t, d_angle in enumerate(d_angles):
         store_unoptimized(outs.entering.at[chunk, cta.heads(t)], d_angle)
       return d_offsets
 
-    d_offsets = cta.each_chunk(compute, tuple((zeros(), zeros()) for _ in offsets))
+    d_offsets = cta.each_chunk(compute, [(zeros(), zeros()) for _ in offsets])
     for t, of_each in enumerate(d_offsets):
       for ref, parts in zip((outs.key_offset, outs.query_offset), of_each, strict=True):
-        for n, x in cta.each(parts):
+        for n, x in zip(cta.parts(lambda n: n), parts, strict=True):
           store_unoptimized(ref.at[cta.cta, cta.heads(t), n], x)
 
-  scratch = (plgpu.SMEM((shape.tokens, config.heads, A), jnp.float32),)
+  scratch = (
+    plgpu.SMEM((shape.tokens, config.heads, A), jnp.float32),
+    plgpu.SMEM((2 * N // A + 1, WARPS, WARPS, A), jnp.float32),
+  )
   (results,) = _launch(body, "backward", (out_type,), config, shape, static.interpret, scratch)(
     _BackwardInputs(inputs, *cotangents)
   )
@@ -362,6 +410,6 @@ def _launch(body, name, out_type, config, shape, interpret, scratch=()):
     grid=(shape.chunks // config.chunks(shape), shape.heads // config.heads),
     grid_names=("cta", "group"),
     interpret=interpret,
-    compiler_params=COMPILER_PARAMS,
+    compiler_params=WITHOUT_BARRIERS,  # a thread reads what it wrote, but for the sums
     kernel_name=f"rotations_{name}",
   )

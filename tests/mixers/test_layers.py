@@ -48,15 +48,15 @@ def test_interpolated_leaks_no_nan_across_segments():
 
 
 @pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 3)])
-def test_split_linear_makes_one_product_per_part(length, products):
-  """But for a single step: no part is cut out of a larger product."""
+def test_split_linear_makes_one_product_per_wide_part(length, products):
+  """Narrow parts next to each other share one, and all parts of a single token."""
   init = nnx.initializers.normal()
   options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-  layer = Linear(4, 9, kernel_init=init, **options)
-  x = jax.random.normal(jax.random.key(0), (2, length, 4))
-  run = lambda x: split_linear(layer, x, [2, 4, 3])
+  layer = Linear(12, 10, kernel_init=init, **options)
+  x = jax.random.normal(jax.random.key(0), (2, length, 12))
+  run = lambda x: split_linear(layer, x, [2, 4, 3, 1])
   np.testing.assert_array_equal(jnp.concatenate(run(x), axis=-1), layer(x))
-  assert [y.dtype for y in run(x)] == [jnp.bfloat16] * 3
+  assert [y.dtype for y in run(x)] == [jnp.bfloat16] * 4
   assert str(jax.make_jaxpr(run)(x)).count("dot_general") == products
 
 

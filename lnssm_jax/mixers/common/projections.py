@@ -1,7 +1,7 @@
 """Linear layers with their biases, and heads."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -97,18 +97,26 @@ class BlockDiagonal(nnx.Module):
 def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
   """Returns the outputs of a layer, split into parts of these widths.
 
-  Each part is a product of its own: a kernel reads whole arrays, and slicing a larger product would
-  copy it. A single token makes one product: there the weights would be copied.
+  A wide part is a product of its own: a kernel reads whole arrays, and slicing a larger product
+  would copy it. Narrow parts next to each other are one: for each product x is read and a gradient
+  of its size written. A single token makes one product: there the weights would be copied.
   """
-  boundaries = list(itertools.accumulate(widths))[:-1]
-  if x.shape[1] == 1:
-    return jnp.split(layer(x), boundaries, axis=-1)
+  narrow = lambda width: x.shape[1] == 1 or 4 * width <= layer.in_features
+  runs = [list(run) for _, run in itertools.groupby(widths, narrow)]
+  groups = [g for run in runs for g in ([run] if narrow(run[0]) else [[width] for width in run])]
   x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
-  outputs = [x @ part for part in jnp.split(kernel, boundaries, axis=-1)]
+  outputs = []
+  for group, part in zip(groups, _split(kernel, map(sum, groups)), strict=True):
+    outputs += _split(x @ part, group)
   if layer.bias is None:
     return outputs
-  biases = jnp.split(wide(layer.bias[...]), boundaries)
+  biases = _split(wide(layer.bias[...]), widths)
   return [wide(y) + bias for y, bias in zip(outputs, biases, strict=True)]
+
+
+def _split(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
+  """x [..., E] in parts of these widths."""
+  return jnp.split(x, list(itertools.accumulate(widths))[:-1], axis=-1)
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
