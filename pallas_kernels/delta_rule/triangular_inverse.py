@@ -63,16 +63,20 @@ def triangular_inverse(
   _split(right, jnp.where(same_block, 0.0, lower))  # now: registers are scarce in what follows
   _invert_blocks(blocks_smem, backend)
   backend.commit()
-  diagonal = backend.load_folded(blocks_smem, (C, size))
-  inverses = [jnp.where(block_of_row == b, diagonal, 0.0) for b in range(_BLOCKS)]
-  inverses = jnp.concatenate(inverses, axis=1)
-  _split(left, inverses)
+
+  def inverses():
+    diagonal = backend.load_folded(blocks_smem, (C, size))
+    of_blocks = [jnp.where(block_of_row == b, diagonal, 0.0) for b in range(_BLOCKS)]
+    return jnp.concatenate(of_blocks, axis=1)
+
+  _split(left, inverses())
   backend.commit()
   (product,) = backend.dots(_exact(left, right))
   _split(m, -product)
   backend.commit()
-  square, rest = backend.dots(_exact(m, m), _exact(m, left, inverses))
+  (rest,) = backend.dots(_exact(m, left, inverses()))
   _split(right, rest)
+  (square,) = backend.dots(_exact(m, m))
   backend.commit()  # all warps have read `left`
   _split(left, square)
   backend.commit()

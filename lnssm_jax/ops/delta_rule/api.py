@@ -161,7 +161,7 @@ def delta_rule(
     _NAME,
     IMPLEMENTATIONS,
     Inputs(q, k, v, beta, log_decay, erase_key, write_key, state, segments),
-    Options(scale, chunk_size, erase_before_decay),
+    Options(scale, chunk_size, erase_before_decay, fresh=initial_state is None),
     implementation=implementation,
     axis_name=axis_name,
     sharded=sharded,

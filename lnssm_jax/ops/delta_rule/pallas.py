@@ -112,6 +112,7 @@ def run(
   # The kernels have a state per head of the queries, although groups may share it.
   kv = of_heads(state.kv, 1)
   kv = jnp.pad(kv, [(0, 0), (0, 0), (0, wide_k - K), (0, groups * wide_v - V)])
+  kv = kv.reshape(B, H, wide_k, groups, wide_v)
   if _has_channels(inputs, options):
     log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:-1], K))
     if options.erase_before_decay:
@@ -126,7 +127,7 @@ def run(
     pad(v, groups * wide_v).reshape(B, T + more, v.shape[2] * groups, wide_v),
     of_heads(beta[..., 0]),
     log_decay,
-    kv.reshape(B, H, wide_k, groups, wide_v).swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
+    None if options.fresh else kv.swapaxes(2, 3).reshape(B, -1, wide_k, wide_v),
     None if write_key is None else pad(write_key, wide_k),
   )
   index = None

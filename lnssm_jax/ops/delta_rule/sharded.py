@@ -27,7 +27,7 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
     write_key=None,  # it writes zeros
     state=DeltaRuleState(units),
   )
-  _, (kept,) = run(transition, options._replace(scale=1.0))
+  _, (kept,) = run(transition, options._replace(scale=1.0, fresh=False))
   kept = kept.reshape(B, H, K, columns, K)
 
   def advance(summary, state):
@@ -38,5 +38,5 @@ def sharded(run, inputs: Inputs, options: Options, axis_name: str):
     return DeltaRuleState(carried.reshape(B, H, K, V) + added.kv)
 
   entering, final = states(axis_name, (added, kept), initial, advance, inputs.segments)
-  out, _ = run(inputs._replace(state=entering))
+  out, _ = run(inputs._replace(state=entering), options._replace(fresh=False))
   return out, final

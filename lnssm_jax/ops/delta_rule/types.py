@@ -53,11 +53,12 @@ RESULT_AXES = ("BTHV", "BH")  # of the output and of the state's arrays
 
 
 class Options(NamedTuple):
-  """Arguments that are not arrays."""
+  """Arguments that are not arrays. `fresh`: the state is zero and needs no reading."""
 
   scale: float
   chunk_size: int | None = None
   erase_before_decay: bool = False  # the old value is read before the state decays
+  fresh: bool = False
 
 
 def init_state(

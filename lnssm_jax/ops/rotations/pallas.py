@@ -29,7 +29,7 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   if not config.takes(H, N, A):
     return (
       f"there are {H} heads of {N} channels, {A} pairs of which rotate, and the kernels take "
-      f"multiples of {config.WARPS} heads, {config.LANES} pairs and {config.LANES} other channels"
+      f"multiples of {config.WARPS} heads and {config.LANES} pairs, and a multiple of {A} channels"
     )
   return None
 
