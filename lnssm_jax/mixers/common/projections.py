@@ -107,7 +107,7 @@ def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax
   x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
   outputs = []
   for group, part in zip(groups, _split(kernel, map(sum, groups)), strict=True):
-    outputs += _split(x @ part, group)
+    outputs += _split(x @ part, group) if len(group) > 1 else [x @ part]
   if layer.bias is None:
     return outputs
   biases = _split(wide(layer.bias[...]), widths)
