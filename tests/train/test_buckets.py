@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from lnssm_jax.files import buckets
 from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.files.buckets import Bucket, BucketError, local
 from train.checkpoint import digests
+from train.checkpoint.step_folders import CheckpointError
 from train.cli import dry_run
 from train.cli.main import main
 from train.cluster import doctor
@@ -104,12 +106,20 @@ def test_other_machine_copies_the_newest_checkpoint_with_digests(machine):
   with Mirror(RUN, written(5), 3, mock.Mock()) as mirror:  # the damaged one is trained again
     mirror.flush()
   assert {x.split("/")[1] for x in Bucket(RUN).files("checkpoints")} == {"4", "5"}
+  for step in (4, 5):
+    Bucket(RUN).write(f"checkpoints/{step}/array", b"damaged")
+  machine("d")
+  with pytest.raises(CheckpointError, match="no checkpoint in gs://lab/run is intact"):
+    bucket.fetched(RUN)
 
 
 def test_machine_that_wrote_last_continues_its_own_copy(machine):
   folder = uploaded(2)._folder
   written(4)
   assert bucket.fetched(RUN) == folder and steps_here() == ["2", "4"]
+  shutil.rmtree(folder / "checkpoints")  # to free the disk
+  assert bucket.fetched(RUN) == folder and steps_here() == ["2"]
+  written(4)
   machine("b")
   bucket.fetched(RUN)
   (local(RUN) / "running.json").write_text("{}")

@@ -42,18 +42,19 @@ def fetched(path: str | Path) -> Path:
 
   Raises:
     RunFolderError: the copy is of another run than the bucket.
+    CheckpointError: the bucket has checkpoints, and all are damaged.
     BucketError: the bucket cannot be read.
   """
   folder = buckets.local(path)
   if not buckets.is_bucket(path):
     return folder
   bucket = Bucket(path)
-  if _wrote_last(bucket, folder):
+  steps, here = _committed(bucket), step_folders.steps_in(folder / CHECKPOINTS)
+  if _wrote_last(bucket, folder) and steps[-1:] <= here[-1:]:  # whose copy has not been removed
     return folder
   content = bucket.read(CONFIG)
-  steps = _committed(bucket)
   if content is None or not (steps or "run_dir" in _object(content)):
-    if step_folders.newest_step(folder / CHECKPOINTS) is not None:
+    if here:
       raise RunFolderError(
         f"there is no run in {bucket.address}, but there is one in its local copy {folder}; remove"
         " that folder to start again, or copy it into the bucket."
@@ -69,7 +70,12 @@ def fetched(path: str | Path) -> Path:
   for step in reversed(steps):
     if _copy(bucket, folder, step, files):
       step_folders.set_aside_after(folder / CHECKPOINTS, step, warn)
-      break
+      return folder
+  if steps:
+    raise CheckpointError(
+      f"no checkpoint in {bucket.address} is intact; restore one from a backup, or use another"
+      " run_dir."
+    )
   return folder
 
 
