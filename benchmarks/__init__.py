@@ -12,6 +12,10 @@ Speed on a GPU, next to other libraries:
     scaling                  1, 2, 4, ... devices
     copies                   several runs as one program
 
+Without a GPU, by XLA's compiler for a described one (`described`):
+
+    passes                   the passes over memory of a training step
+
 On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
 Quality: `conversion`; of trained models: `experiments`.
 

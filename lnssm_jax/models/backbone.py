@@ -16,7 +16,7 @@ from lnssm_jax.ops.core.checks import check_floating, check_shape
 from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.segments import segments_of
-from pallas_kernels.core.device import default_device
+from pallas_kernels.core import device
 
 
 class Backbone(nnx.Module):
@@ -138,7 +138,7 @@ class Backbone(nnx.Module):
 
   def _run(self, x, state, segment_ids, dropout_key, *, with_aux: bool = False):
     # As in a `LanguageModel`: without a loop the compiler could undo a rematerialization.
-    whole = self.remat == "none" and default_device().platform == "gpu"
+    whole = self.remat == "none" and device.default_device().platform == "gpu"
     B, T, _ = x.shape
     x = x.astype(self.dtype)
     drops = ModelDropout.of("Backbone", dropout_key, B, self.num_layers, self.drop_path)

@@ -21,7 +21,7 @@ from lnssm_jax.models.options import configured, options_by_mixer, pattern_of
 from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
-from pallas_kernels.core.device import default_device
+from pallas_kernels.core import device
 
 
 class LanguageModel(nnx.Module):
@@ -208,7 +208,7 @@ class LanguageModel(nnx.Module):
   def _hidden(self, tokens, state, segment_ids, gather=None, dropout_key=None, **results):
     self._check(tokens, state)
     # Without a loop the compiler could undo a rematerialization, finding the results still there.
-    whole = self.remat == "none" and default_device().platform == "gpu"
+    whole = self.remat == "none" and device.default_device().platform == "gpu"
     unroll = self.unroll or (self.num_layers if whole else 1)
     options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
     positions, last = None, None

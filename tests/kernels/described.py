@@ -1,92 +1,23 @@
 """Compiles the kernels for a GPU that is described and not there; prints what was compiled.
 
-    JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m tests.kernels.described A100
+    python -m tests.kernels.described A100
 
 A program, because a kernel that a GPU cannot run may end the process in LLVM. Needs JAX's plugin
 for CUDA, and no GPU.
 """
 
-import importlib.util
 import sys
-from typing import NamedTuple
-from unittest import mock
 
 import jax
-import jax.experimental.mosaic.gpu.utils as mosaic_gpu
 import jax.numpy as jnp
-from jax.experimental import topologies
 
+from benchmarks.described import GPUS, default
 from lnssm_jax import ops
 from pallas_kernels.core import device
 from tests.kernels import test_delta_rule, test_lowering
 from tests.kernels.lowered import total
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-class Gpu(NamedTuple):
-  """Facts of a GPU, from its vendor's tables."""
-
-  kind: str
-  capability: tuple[int, int]
-  sm_count: int
-  threads_per_sm: int
-  smem_per_sm: int  # KiB
-  smem_per_cta: int  # KiB
-
-
-GPUS = {
-  "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 2048, 164, 163),
-  "RTX 4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 1536, 100, 99),
-  "B200": Gpu("NVIDIA B200", (10, 0), 148, 2048, 228, 227),
-  "RTX 5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 1536, 128, 99),
-}
-
-
-def missing() -> str | None:
-  """Why nothing can be compiled here, or None."""
-  found = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(
-    "jax_plugins.xla_cuda13"
-  )
-  return None if found else "pip install 'jax[cuda13]'"
-
-
-def described(gpu: Gpu) -> jax.Device:
-  """A device on which nothing runs."""
-  major, minor = gpu.capability
-  extension = "NONE" if major < 9 else "ACCELERATED_FEATURES"
-  fields = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 << 10,
-    "shared_memory_per_core": gpu.smem_per_sm << 10,
-    "shared_memory_per_block_optin": gpu.smem_per_cta << 10,
-    "threads_per_core_limit": gpu.threads_per_sm,
-    "core_count": gpu.sm_count,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 65535,
-    "block_dim_limit_z": 65535,
-    "memory_bandwidth": 10**12,
-    "l2_cache_size": 40 << 20,
-    "clock_rate_ghz": 1.5,
-    "device_memory_size": 24 << 30,
-    "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-  }
-  info = " ".join(f"{name}: {value}" for name, value in fields.items())
-  capability = f"major: {major} minor: {minor} feature_extension: {extension}"
-  config = (
-    f"gpu_device_info {{ {info} cuda_compute_capability {{ {capability} }} }} "
-    'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } '
-    f'device_description_str: "{gpu.kind}"'
-  )
-  # One process with one device.
-  options = {"target_config": config, "topology": "1x1x1"}
-  return topologies.get_topology_desc("", platform="cuda", **options).devices[0]
 
 
 def array(*shape, dtype=BF16):
@@ -202,19 +133,10 @@ def programs():
 
 
 def main(name: str) -> None:
-  gpu = GPUS[name]
-  there = described(gpu)
-  mesh = jax.sharding.Mesh([there], ("all",))
-  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-  facts = device.Device(gpu.kind, device.AMPERE, gpu.sm_count, gpu.smem_per_cta << 10)
-  patches = (
-    # What the kernels are written for: there is no device that JAX could ask.
-    mock.patch.object(mosaic_gpu, "_infer_arch", lambda: gpu.capability),
-    mock.patch.object(device, "current", lambda: facts),
-    mock.patch.object(device, "unsupported", lambda *_: None),
-  )
-  with patches[0], patches[1], patches[2]:
+  with default(GPUS[name], device.AMPERE) as there:
+    mesh = jax.sharding.Mesh([there], ("all",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
     for what, (call, arguments, differentiable) in programs().items():
       arguments = jax.tree.map(place, arguments)
       forms = {"": call}
