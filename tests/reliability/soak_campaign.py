@@ -125,7 +125,7 @@ class Campaign:
     """Causes one fault, and resumes the run until it has trained and stopped as it should."""
     target, _, when = fault.rpartition(", ")
     self.last = fault
-    if when == "at rest" and not self.damage(target, fault):
+    if when == "at rest" and (self.is_new_for(target) or not self.damage(target, fault)):
       return
     if fault == "modification times":
       soak_faults.move_times(self.cfg, self.rng)
@@ -219,6 +219,10 @@ class Campaign:
         end()
     except ProcessLookupError:
       pass  # the run is complete
+
+  def is_new_for(self, target: str) -> bool:
+    """Whether the run has not begun and would be bound to the damaged file as to any other."""
+    return target in ("text", "tokenizer") and not Path(self.cfg.run_dir, "config.json").exists()
 
   def damage(self, target: str, fault: str) -> bool:
     """Damages a file; a checkpoint or token files are sometimes looked at by `train verify`."""
