@@ -2,25 +2,32 @@
 
 Axis letters: N tokens, D channels, E experts, k experts of a token, F hidden channels of an expert.
 
-Tokens are sorted by expert, and a grouped product (`jax.lax.ragged_dot`) multiplies each group by
-the kernel of its expert: no token is dropped, however the groups are. With experts sharded over the
-mesh axis `AXIS`, whose devices hold other tokens each, a device gathers the tokens of all of them,
+Rows are sorted by expert and padded to blocks of one expert each, whose products are one batched
+product: no token is dropped, however many select an expert. `jax.lax.ragged_dot` is not used: for a
+GPU XLA masks all rows for each expert, with E times the memory. With experts sharded over the mesh
+axis `AXIS`, whose devices hold other tokens each, a device gathers the tokens of all of them,
 computes its own experts, and the sums are scattered back. Per layer and pass each device sends and
-receives D numbers per token of the others twice, and sorts and pads the k rows of all their tokens:
-memory grows with the number of shards, while the products that count are those of its experts.
+receives D numbers per token of the others twice, and has room and products for the k rows of all
+their tokens: memory and products do not fall with the number of shards.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from lnssm_jax.mixers.common.routing import Aux, balance, is_selected
 from lnssm_jax.ops.core.precision import wide
 
 AXIS = "expert"
 NUM_EXPERTS = 8  # of a mixture whose options do not say
+# Kept for the backward pass; rows and copies of kernels are made again.
+_PRODUCT = "product of experts"
+_PRODUCTS = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
+_LARGEST_BLOCK = 512  # rows; each block reads its expert's kernel
 
 
 class Router(NamedTuple):
@@ -88,22 +95,45 @@ def mixture(
 def _of_these(kernels, activation, x, weights, indices):
   """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0."""
   (N, k), count = indices.shape, len(kernels[0])
+  rows = N * k
   expert = jnp.where((indices >= 0) & (indices < count), indices, count).reshape(-1)
   order = jnp.argsort(expert, stable=True)
-  back = jnp.argsort(order)
-  is_of = expert[:, None] == jnp.arange(count)
-  sizes = is_of.sum(0, dtype=jnp.int32)
-  counts = (jnp.arange(N * k) < sizes.sum())[:, None]  # the rows of these experts
+  sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
 
-  def product(rows, kernel):
-    """Of rows of no group 0, whatever the grouped product has there."""
-    return jnp.where(counts, jax.lax.ragged_dot(rows, kernel, sizes), 0)
+  # Blocks that are half full on average have few rows of padding, and few blocks read a kernel.
+  size = min(_LARGEST_BLOCK, 1 << max(0, rows // count - 1).bit_length())
+  num_blocks = min(rows, rows // size + count)
+  of_expert = -(-sizes // size)  # blocks
+  last = jnp.cumsum(of_expert)
+  owner = jnp.searchsorted(last, jnp.arange(num_blocks), side="right")  # count: an unused block
+  start, first = jnp.cumsum(sizes) - sizes, size * (last - of_expert)  # rows, in order and in place
+  place = jnp.arange(num_blocks * size)
+  of_place = jnp.broadcast_to(owner[:, None], (num_blocks, size)).reshape(-1)
+  used, of_place = of_place < count, jnp.minimum(of_place, count - 1)
+  rank = place - first[of_place]
+  filled = used & (rank < sizes[of_place])
+  # Out of bounds, each place another number: those are 0, and their gradients go nowhere.
+  source = jnp.where(filled, order[jnp.minimum(start[of_place] + rank, rows - 1)], rows + place)
+  here = jnp.minimum(expert, count - 1)
+  target = jnp.argsort(order) - start[here] + first[here]
+  target = jnp.where(expert < count, target, len(place) + jnp.arange(rows))
 
   # Permutations, whose transposes are no sums: a GPU adds up scattered rows in any order.
-  permuted = lambda rows, places: rows.at[places].get(unique_indices=True, mode="promise_in_bounds")
-  gate_kernel, up_kernel, down_kernel = kernels
-  copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(N * k, -1)
-  rows = jnp.where(counts, permuted(copies.astype(gate_kernel.dtype), order), 0)
-  hidden = activation(product(rows, gate_kernel)) * product(rows, up_kernel)
-  y = permuted(product(hidden.astype(down_kernel.dtype), down_kernel), back)
-  return jnp.sum(weights[..., None] * y.reshape(N, k, -1), axis=1)
+  take = lambda x, at: x.at[at].get(unique_indices=True, mode="fill", fill_value=0)
+  is_of = (owner[:, None] == jnp.arange(count)).astype(kernels[0].dtype)
+
+  def product(blocks, kernel):
+    """[blocks, rows, D] with the kernel of each block's expert; the sums over blocks in order."""
+    result = jnp.einsum("brd,bdf->brf", blocks, jnp.einsum("be,edf->bdf", is_of, kernel))
+    return checkpoint_name(result, _PRODUCT)
+
+  @functools.partial(jax.checkpoint, policy=_PRODUCTS)
+  def outputs(kernels, x):
+    gate_kernel, up_kernel, down_kernel = kernels
+    copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1)
+    blocks = take(copies.astype(gate_kernel.dtype), source).reshape(num_blocks, size, -1)
+    hidden = activation(product(blocks, gate_kernel)) * product(blocks, up_kernel)
+    y = product(hidden.astype(down_kernel.dtype), down_kernel)
+    return take(y.reshape(len(place), -1), target).reshape(N, k, -1)
+
+  return jnp.sum(weights[..., None] * outputs(kernels, x), axis=1)
