@@ -70,6 +70,6 @@ def _check_kind(path: str | Path, values: dict, kind: Any) -> None:
   if unknown and missing:
     raise RunFolderError(
       f"{path} is a run of another program: its settings are {', '.join(sorted(unknown))}, without"
-      f" {', '.join(sorted(missing))}; use the program that began it, or restore its {CONFIG} if that"
-      " has changed."
+      f" {', '.join(sorted(missing))}; use the program that began it, or restore its {CONFIG} if"
+      " that has changed."
     )
