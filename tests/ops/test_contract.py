@@ -1,12 +1,15 @@
 """Every op, every implementation: values and all gradients against the reference in float64."""
 
+import dataclasses
 import datetime
 import os
 import zlib
 
+import jax.numpy as jnp
 import pytest
 
 from lnssm_jax.ops.cases import SCANS
+from lnssm_jax.ops.core import chunk_groups
 from tests.kernels.interpreted import MASKED_LATER
 from tests.ops import contract, golden
 
@@ -75,3 +78,12 @@ def test_golden_references_are_current_and_one_is_right(name):
 @pytest.mark.parametrize("name", SCANS)
 def test_golden_references_are_right(name):
   compare_with_golden(name, golden.kept_checks(name))
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "delta_rule"])
+def test_groups_of_chunks_have_values_and_gradients_of_the_reference(name, monkeypatch):
+  monkeypatch.setattr(chunk_groups, "_SMALLEST", 1)  # small arrays, too, run by groups
+  scan = SCANS[name]
+  case = next(check.case for check in scan.checks if check.case.segments)
+  case = dataclasses.replace(case, T=37, chunk=8)  # a last chunk that is not full
+  contract.assert_case(scan, case, jnp.float32, "chunked")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core import chunk_groups
 from lnssm_jax.ops.core.precision import widen
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.core.spmd import vary_alike
@@ -65,28 +66,35 @@ def scan(
     return recurrence.read(states, tokens, parameters), states[:, -1]
 
   block_size = min(_BLOCK_SIZE, chunk_size, length)
-  chunk_size = min(chunk_size, length + -length % block_size)
-  padded = length + -length % chunk_size
-  real = None if padded == length else jnp.arange(padded)[None] < length
   parameters, narrow = _sum_in_float32(parameters)
+  one_block = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((x.shape[0], block_size, *x.shape[2:]), x.dtype), tokens
+  )
+  update, closed_over = jax.closure_convert(recurrence.update, one_block, narrow(parameters))
 
-  def block(state, inputs):
-    own = narrow(parameters)
-    states, state = _chunk_states(_loop, recurrence, inputs, own, state)
-    return state, recurrence.read(states, inputs[0], own)
+  def chunk(inputs, parameters, state):
+    tokens, first = inputs
+    length = jax.tree.leaves(tokens)[0].shape[1]
+    real = None if length % block_size == 0 else jnp.arange(length + -length % block_size) < length
+    parameters, closed_over = parameters
 
-  def chunk(state, inputs):
-    (state, _), out = over(block_size, block, _exact(state), inputs)
-    return state, out
+    def block(state, inputs):
+      own = narrow(parameters)
+      updates = Recurrence(lambda *args: update(*args, *closed_over), recurrence.read)
+      states, state = _chunk_states(_loop, updates, inputs, own, state)
+      return state, recurrence.read(states, inputs[0], own)
 
-  def over(size, function, state, inputs):
-    # The residuals are the inputs of `function`. A loop body needs no barrier against CSE.
-    function = jax.checkpoint(function, prevent_cse=False)
-    state, out = jax.lax.scan(function, state, jax.tree.map(lambda x: _cut(x, size), inputs))
-    return state, jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
+    # The residuals are the inputs of a block. A loop body needs no barrier against CSE.
+    blocks = jax.tree.map(
+      lambda x: _cut(x, block_size), (tokens, first, None if real is None else real[None])
+    )
+    block = jax.checkpoint(block, prevent_cse=False)
+    (state, _), out = jax.lax.scan(block, _exact(state), blocks)
+    out = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
+    return out[:, :length], state
 
-  state, out = over(chunk_size, chunk, state, (tokens, first, real))
-  return out[:, :length], state
+  parameters = parameters, closed_over
+  return chunk_groups.run(chunk, chunk_size, (tokens, first), parameters, state)
 
 
 def _exact(state):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core import chunk_groups
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
 from lnssm_jax.ops.core.decay_sums import decayed_scores, whole_chunk
 from lnssm_jax.ops.core.grouped_heads import over_readers
@@ -77,7 +78,7 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, DeltaRuleState
   shared = inputs.beta.shape[-1] == 1
   default = DEFAULT_CHUNK_SIZE if shared else DEFAULT_CHUNK_SIZE_PER_COLUMN
   chunk_size = chunk_of(options.chunk_size or default, inputs.q.shape[1])
-  return _scan(options, chunk_size, inputs)
+  return chunk_groups.run_inputs(functools.partial(_scan, options, chunk_size), inputs, chunk_size)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))

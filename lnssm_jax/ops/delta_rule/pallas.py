@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
-from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
+from lnssm_jax.ops.core.grouped_heads import head_counts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.types import DeltaRuleState, Inputs, Options
 from pallas_kernels.core import device
@@ -90,9 +90,7 @@ def run(
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(
-      form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
-    )
+    form = functools.partial(chunked, options=options._replace(chunk_size=None))
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
   architecture = device.running(architecture)
   q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs

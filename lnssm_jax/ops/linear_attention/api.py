@@ -32,7 +32,7 @@ _NAME = "linear_attention"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, dispatch.device.EVERY, apart=True)
 
 IMPLEMENTATIONS = _KERNELS.with_forms(
-  chunked=form_over_groups(chunked, reads_groups=True),
+  chunked=chunked,
   reference=form_over_groups(reference),
   associative=form_over_groups(associative),
 )

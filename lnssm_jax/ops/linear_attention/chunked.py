@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core import chunk_groups
 from lnssm_jax.ops.core.chunking import chunk, chunk_of, join
 from lnssm_jax.ops.core.decay_sums import (
   Sums,
@@ -65,7 +66,8 @@ def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentio
   chunk_size = chunk_of(options.chunk_size or DEFAULT_CHUNK_SIZE, inputs.q.shape[1])
   if not options.normalize:
     inputs = inputs._replace(state=inputs.state._replace(key_sum=None))
-  return _scan(_Static(options.normalize, options.scale, chunk_size), inputs)
+  form = functools.partial(_scan, _Static(options.normalize, options.scale, chunk_size))
+  return chunk_groups.run_inputs(form, inputs, chunk_size)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
-from lnssm_jax.ops.core.grouped_heads import form_over_groups, head_counts
+from lnssm_jax.ops.core.grouped_heads import head_counts
 from lnssm_jax.ops.linear_attention.chunked import chunked
 from lnssm_jax.ops.linear_attention.types import Inputs, LinearAttentionState, Options
 from pallas_kernels.core.decode import fits
@@ -84,9 +84,7 @@ def run(
   if _decodes(inputs, options):
     # One token is of one document, that of the initial state.
     step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(
-      form_over_groups(chunked, reads_groups=True), options=options._replace(chunk_size=None)
-    )
+    form = functools.partial(chunked, options=options._replace(chunk_size=None))
     return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
   (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
   # The kernels have a state per head of the queries, although groups may share it.
