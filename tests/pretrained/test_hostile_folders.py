@@ -94,7 +94,7 @@ CONFIGS = [
   ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads=3 mamba_d_head=4 is not mamba_expand hidden_size"),
   ("bamba", {"time_step_limit": "all"}, "time_step_limit='all' must be two numbers"),
   ("bamba", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
-  ("qwen3_next", {"num_experts": 4}, "experts are not implemented; only num_experts=0"),
+  ("qwen3_next", {"num_experts": 4}, "experts_per_token=10 is more than num_experts=4"),
   ("qwen3_next", {"linear_num_key_heads": 4}, "in_proj_qkvz.weight: found"),
   (
     "qwen3_next",
