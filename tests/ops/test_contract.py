@@ -80,7 +80,9 @@ def test_golden_references_are_right(name):
   compare_with_golden(name, golden.kept_checks(name))
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize(
+  "name", ["linear_attention", pytest.param("delta_rule", marks=pytest.mark.slow)]
+)
 def test_groups_of_chunks_have_values_and_gradients_of_the_reference(name, monkeypatch):
   monkeypatch.setattr(chunk_groups, "_SMALLEST", 1)  # small arrays, too, run by groups
   scan = SCANS[name]

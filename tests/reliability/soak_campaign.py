@@ -319,7 +319,8 @@ class Campaign:
       )
     wanted = [ENDS[number] if i == victim else 0 for i in range(len(codes))]
     saved = newest_step(self.checkpoints) or 0
-    if codes == wanted and saved != self.reached:
+    rows_are_whole = self.harm is None or self.harm.target != "metrics.jsonl"
+    if codes == wanted and saved != self.reached and rows_are_whole:
       self.blame("silent", self.last, f"step {self.reached} is the last, but {saved} is saved")
     return codes == wanted
 
