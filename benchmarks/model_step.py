@@ -119,10 +119,12 @@ class Sizes(NamedTuple):
   remat: str = "none"
 
   @classmethod
-  def parse(cls, text: str) -> "Sizes":
-    """`rows=2,length=64,remat=full`: the default sizes but for these."""
+  def parse(cls, text: str, others: "Sizes | None" = None) -> "Sizes":
+    """`rows=2,length=64,remat=full`: the `others`, by default the default sizes, but for these."""
     pairs = (part.split("=") for part in text.split(","))
-    return cls()._replace(**{name: x if name == "remat" else int(x) for name, x in pairs})
+    return (others or cls())._replace(
+      **{name: x if name == "remat" else int(x) for name, x in pairs}
+    )
 
 
 def settings(body: Body, sizes: Sizes | None = None) -> Train:

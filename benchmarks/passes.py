@@ -146,10 +146,7 @@ def main():
     parser.error(f"XLA's compiler for GPUs is not installed: {missing}")
   body, gpu = BODIES[args.body], described.GPUS[args.gpu]
   sizes = Sizes(**{**body.sizes, "num_layers": 1})
-  if args.sizes:
-    given = Sizes.parse(args.sizes)
-    named = [pair.partition("=")[0] for pair in args.sizes.split(",")]
-    sizes = sizes._replace(**{name: getattr(given, name) for name in named})
+  sizes = Sizes.parse(args.sizes, sizes) if args.sizes else sizes
   program = compiled(args.body, sizes, gpu, device.AMPERE if args.ampere else None)
   sums: collections.Counter[str] = collections.Counter()
   for each in sorted(passes(program.as_text()), key=lambda x: -(x.read + x.written)):

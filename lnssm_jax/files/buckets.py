@@ -118,12 +118,13 @@ class Bucket:
     with self._reached():
       self._fs.pipe_file(self._path(name), content)
 
-  def upload(self, folder: Path, names: Iterable[str]) -> None:
-    """Writes files of a local folder."""
-    self._for_each(names, lambda name: self._fs.put_file(str(folder / name), self._path(name)))
+  def upload(self, folder: Path, names: Iterable[str], last: Iterable[str] = ()) -> None:
+    """Writes files of a local folder; those of `last` once all others are there."""
+    put = lambda name: self._fs.put_file(str(folder / name), self._path(name))
+    self._for_each(names, put, last)
 
-  def download(self, folder: Path, names: Iterable[str]) -> None:
-    """Copies files into a local folder, each atomically."""
+  def download(self, folder: Path, names: Iterable[str], last: Iterable[str] = ()) -> None:
+    """Copies files into a local folder, each atomically, and those of `last` last."""
 
     def get(name: str) -> None:
       path = folder / name
@@ -135,7 +136,7 @@ class Bucket:
       finally:
         partial.unlink(missing_ok=True)
 
-    self._for_each(names, get)
+    self._for_each(names, get, last)
 
   def remove(self, names: Iterable[str]) -> None:
     """Removes files."""
@@ -144,9 +145,13 @@ class Bucket:
   def _path(self, name: str) -> str:
     return f"{self._root}/{name}"
 
-  def _for_each(self, names: Iterable[str], function: Callable[[str], Any]) -> None:
+  def _for_each(
+    self, names: Iterable[str], function: Callable[[str], Any], last: Iterable[str] = ()
+  ) -> None:
+    last = [*last]
     with self._reached(), ThreadPoolExecutor(_THREADS) as pool:
-      list(pool.map(function, names))
+      for group in ([name for name in names if name not in last], last):
+        list(pool.map(function, group))
 
   @contextlib.contextmanager
   def _reached(self) -> Iterator[None]:
@@ -176,8 +181,7 @@ def fetched(path: str | Path) -> Path:
   last = [name for name in _LAST if name in files]
   same = last and all(is_here(x) and bucket.read(x) == (folder / x).read_bytes() for x in last)
   wanted = [name for name in files if not (same and is_here(name))]
-  bucket.download(folder, [name for name in wanted if name not in last])
-  bucket.download(folder, [name for name in wanted if name in last])
+  bucket.download(folder, wanted, [name for name in last if name in wanted])
   return folder
 
 
@@ -186,8 +190,7 @@ def publish(folder: Path, address: str | Path) -> None:
   names = [x.relative_to(folder).as_posix() for x in folder.rglob("*") if x.is_file()]
   bucket, last = Bucket(address), [name for name in _LAST if name in names]
   try:
-    bucket.upload(folder, [name for name in names if name not in last])
-    bucket.upload(folder, last)
+    bucket.upload(folder, names, last)
   except BaseException:
     with contextlib.suppress(Exception):
       there = bucket.files()

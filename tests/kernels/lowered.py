@@ -1,8 +1,14 @@
 """Helpers of tests that lower programs for CUDA and inspect them."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from benchmarks.model_step import BODIES, settings
+from train.step.model import build_model
 
 DATA, REPLICATED = PartitionSpec("data"), PartitionSpec()
 
@@ -33,6 +39,18 @@ def kernel_launches(jaxpr):
     for jaxpr in (getattr(x, "jaxpr", x) for x in inner):
       if hasattr(jaxpr, "eqns"):
         yield from kernel_launches(jaxpr)
+
+
+def layer_of(name, rows, length):
+  """A function `(params, x, ids) -> y` of one layer of a benchmark's body, and their shapes."""
+  model = replace(settings(BODIES[name]).model, num_layers=1)
+  stack = jax.eval_shape(lambda: build_model(model, jax.random.key(0))).blocks
+  graph, params = nnx.split(stack)
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+  x = jax.ShapeDtypeStruct((rows, length, model.dim), jnp.bfloat16)
+  ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+  run = lambda params, x, ids: nnx.merge(graph, params).with_aux(x, None, ids)[0]
+  return run, (params, x, ids)
 
 
 def total(results):

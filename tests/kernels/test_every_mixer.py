@@ -19,7 +19,7 @@ from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.models.options import pattern_of
 from lnssm_jax.ops.core.recording import choices_of_xla, lines_of
-from tests.kernels.lowered import kernels_traced, lowered
+from tests.kernels.lowered import kernels_traced, layer_of, lowered
 from train.config import load_config
 from train.step.model import build_model
 
@@ -157,18 +157,10 @@ def test_hybrid_with_states_runs_its_mixers_in_kernels(length, hopper):
 def test_sse_keeps_at_most_a_quarter_more_than_gla_for_the_backward_pass(hopper):
   """Residuals of a layer of 4 x 8,192 tokens, in kernels, at the sizes of the benchmark."""
 
-  def kept(body):
-    model = replace(settings(body).model, num_layers=1)
-    stack = jax.eval_shape(lambda: build_model(model, jax.random.key(0))).blocks
-    graph, params = nnx.split(stack)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    x = jax.ShapeDtypeStruct((4, 8192, model.dim), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((4, 8192), jnp.int32)
-    run = lambda params, x, ids: nnx.merge(graph, params).with_aux(x, None, ids)[0]
+  def kept(name):
+    run, arguments = layer_of(name, 4, 8192)
     pull = lambda params, x, ids: jax.vjp(lambda *of: run(*of, ids), params, x)[1]
-    return sum(
-      x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pull, params, x, ids))
-    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pull, *arguments)))
 
-  sse, gla = kept(BODIES["sse"]), kept(BODIES["gla"])
+  sse, gla = kept("sse"), kept("gla")
   assert 2**30 < sse < 1.25 * gla

@@ -1,18 +1,14 @@
 """The bytes that layers of three models read and write, as docs/performance.md promises."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from benchmarks import described, passes
-from benchmarks.model_step import BODIES, Sizes, settings
-from tests.kernels.lowered import kernel_launches, total
-from train.step.model import build_model
+from benchmarks.model_step import Sizes
+from tests.kernels.lowered import kernel_launches, layer_of, total
 
 PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
 TABLE = PAGE.partition("## Traffic of a layer")[2].partition("\n## ")[0]
@@ -67,17 +63,9 @@ def test_passes_of_a_compiled_program():
 @pytest.mark.parametrize("name", ["gla", "gated_delta_net", "lnssm"])
 def test_kernels_of_a_layer_move_what_the_page_says(name, hopper):
   """Arguments and results of both directions, in arrays of [tokens, width] in bfloat16."""
-  model = replace(settings(BODIES[name]).model, num_layers=1)
-  stack = jax.eval_shape(lambda: build_model(model, jax.random.key(0))).blocks
-  graph, params = nnx.split(stack)
-  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-  x = jax.ShapeDtypeStruct((16, 2048, model.dim), jnp.bfloat16)
-  ids = jax.ShapeDtypeStruct((16, 2048), jnp.int32)
-
-  def loss(params, x, ids):
-    return total(nnx.merge(graph, params).with_aux(x, None, ids)[0])
-
-  traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(params, x, ids)
+  run, (params, x, ids) = layer_of(name, 16, 2048)
+  gradient = jax.grad(lambda *of: total(run(*of)), argnums=(0, 1))
+  traced = jax.jit(gradient).trace(params, x, ids)
   moved = sum(
     value.aval.size * value.aval.dtype.itemsize
     for launch in kernel_launches(traced.jaxpr.jaxpr)

@@ -23,8 +23,7 @@ def fetch(folder: str, names: Iterable[str]) -> None:
     for name in (bpe_path("").name, *names):
       others, last = _files(name, files)
       if last and not _same(bucket, place, files, others, last):
-        bucket.download(place, others)
-        bucket.download(place, last)
+        bucket.download(place, others, last)
 
 
 def publish(folder: str, names: Iterable[str]) -> None:
@@ -41,8 +40,7 @@ def publish(folder: str, names: Iterable[str]) -> None:
       others, last = _files(name, here)
       if last and not _same(bucket, place, there, others, last):
         bucket.remove(set(_files(name, there)[1]))
-        bucket.upload(place, others)
-        bucket.upload(place, last)
+        bucket.upload(place, others, last)
 
 
 def _files(name: str, files: Iterable[str]) -> tuple[list[str], list[str]]:

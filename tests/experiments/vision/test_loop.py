@@ -70,7 +70,6 @@ def whole(tmp_path_factory, file):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_run_learns_and_records(whole):
   folder, result = whole
   assert (result.step, result.stopped_by) == (24, None)
