@@ -45,6 +45,7 @@ class Case(NamedTuple):
   initial_state: bool = False
   ordered: bool = False  # a decay "HK" as the LNSSM starts with it; otherwise mixed among channels
   decodes: bool = False  # also measured at T = 1, from a state that is updated in place
+  documents: bool = False  # of about 500 tokens; else a row is one
 
 
 CASES = {
@@ -67,6 +68,12 @@ SHAPES = (
   Shape(64, 1, 16, 128, 128),
   Shape(512, 1, 16, 128, 128),
 )
+
+
+def document_ids(rows: int, length: int) -> np.ndarray:
+  """Documents of about 500 tokens; the last rows are alike for every number of rows."""
+  starts = [np.random.default_rng(rows - 1 - n).random(length) < 1 / 500 for n in range(rows)]
+  return np.cumsum(starts, axis=1).astype(np.int32)
 
 
 def retention_decay(H: int):
@@ -108,7 +115,7 @@ def make_inputs(case: Case, shape: Shape, seed) -> dict[str, jax.Array]:
 
 
 def call(case: Case, arrays, implementation: str):
-  """(out, state) of `ops.linear_attention`; with documents if `arrays` has "segment_ids"."""
+  """(out, state) of `ops.linear_attention`."""
   state = None
   if "kv" in arrays:
     state = LinearAttentionState(arrays["kv"], arrays.get("key_sum"))
@@ -119,7 +126,7 @@ def call(case: Case, arrays, implementation: str):
     normalize=case.normalize,
     scale=1.0 if case.normalize else arrays["q"].shape[-1] ** -0.5,
     initial_state=state,
-    segment_ids=arrays.get("segment_ids"),
+    segment_ids=document_ids(*arrays["q"].shape[:2]) if case.documents else None,
     implementation=implementation,
   )
 
@@ -174,7 +181,7 @@ def reference(case: Case, arrays, cotangent, steps: int = 256):
 
 def _reference(case, steps, arrays, cotangent):
   B, T, H, K = arrays["q"].shape
-  steps = steps if T % steps == 0 else T
+  steps = T if T % steps or case.documents else steps
   V = arrays["v"].shape[-1]
   long = [n for n in ("q", "k", "v") if n in arrays]
   long += ["log_decay"] if case.decay in ("BTH", "BTHK") else []

@@ -190,9 +190,9 @@ def measure_decoding(case, sets, want, who: str, calls: int, groups: int) -> dic
   return columns | {"forward_ms": 1e3 * statistics.median(times)}
 
 
-def rows_of(name: str, shape: kc.Shape, implementations, tiles, bandwidth, fla: dict, options):
+def rows_of(name, case, shape: kc.Shape, implementations, tiles, bandwidth, fla: dict, options):
   """Yields the rows of our implementations for one case and shape."""
-  case, T = kc.CASES[name], shape.T
+  T = shape.T
   kernels = [DECODE, *(f"{DECODE}, tile {tile}" for tile in tiles)]
   sets = [kc.make_inputs(case, shape, seed) for seed in range(SETS)]
   make = jax.jit(lambda: jax.random.normal(jax.random.key(99), (*shape[:3], shape.V), jnp.bfloat16))
@@ -267,6 +267,7 @@ def main(arguments=None):
                       help="measure fla too, where it is installed")  # fmt: skip
   parser.add_argument("--peers-tuned", action="store_true",
                       help="fla has its tuning cached: build nothing before")  # fmt: skip
+  parser.add_argument("--documents", action="store_true", help="time each case with documents too")
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
   parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
@@ -293,8 +294,15 @@ def main(arguments=None):
     theirs = fla.get((name, shape), {})
     if theirs:
       add(finished({"case": name, "shape": str(shape)} | theirs, None, {}))
-    for row in rows_of(name, shape, args.implementations, args.tiles, bandwidth, theirs, options):
-      add(row)
+    cases = {name: kc.CASES[name]}
+    if args.documents and shape.T > 1:
+      cases[f"{name} documents"] = kc.CASES[name]._replace(documents=True)
+    for pair in cases.items():
+      fla_row = {} if pair[1].documents else theirs
+      for row in rows_of(
+        *pair, shape, args.implementations, args.tiles, bandwidth, fla_row, options
+      ):
+        add(row)
   return rows
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, scan_peers
+from benchmarks.kernel_cases import document_ids
 from benchmarks.kernels import SETS, compiled, copy_bandwidth, milliseconds, worst
 from lnssm_jax import ops
 
@@ -50,6 +51,7 @@ class Case(NamedTuple):
   sizes: Sizes
   out: str = "BTD"  # axes of the result
   rival: Callable[..., jax.Array] | None = None  # the same of jax-linear-attention, `out` alone
+  documents: bool = False  # of about 500 tokens; else a row is one
 
 
 def _diagonal(dtype, normal, n):
@@ -132,11 +134,11 @@ def _rwkv7_recall(*, q, k, v, **x):
   )  # fmt: skip
 
 
-def _rwkv7_rival(*, q, k, v, log_decay, erase_key, write_key):
+def _rwkv7_rival(*, q, k, v, log_decay, erase_key, write_key, **x):
   from jla import ops as rival
 
   return rival.linear_attention(
-    "rwkv7", q, write_key, v, w=log_decay, a=-erase_key, b=k, scale=1.0, lower_bound=-0.61
+    "rwkv7", q, write_key, v, w=log_decay, a=-erase_key, b=k, scale=1.0, lower_bound=-0.61, **x
   )[0]  # fmt: skip
 
 
@@ -145,58 +147,42 @@ def _attention(normal, n):
   return {"q": steps("K"), "k": steps("K"), "v": steps("V")}
 
 
-def document_ids(rows: int, length: int) -> np.ndarray:
-  """Documents of about 500 tokens; the last rows are alike for every number of rows."""
-  starts = [np.random.default_rng(rows - 1 - n).random(length) < 1 / 500 for n in range(rows)]
-  return np.cumsum(starts, axis=1).astype(np.int32)
-
-
-def _attend(documents, window, q, k, v, *, implementation):
-  ids = document_ids(*q.shape[:2]) if documents else None
-  return ops.attention(q, k, v, segment_ids=ids, window=window, implementation=implementation)
-
-
-def _attend_rival(documents, window, q, k, v):
+def _attend_rival(q, k, v, *, segment_ids=None, window=None):
   from jla.ops.mosaic_gpu.attention import flash_attention
 
-  ids = jnp.asarray(document_ids(*q.shape[:2])) if documents else None
-  return flash_attention(q, k, v, segment_ids=ids, sliding_window=window)
+  return flash_attention(q, k, v, segment_ids=segment_ids, sliding_window=window)
 
 
 def _attention_case(documents: bool, window: int | None = None) -> Case:
   return Case(
-    functools.partial(_attend, documents, window),
+    functools.partial(ops.attention, window=window),
     {"q": "BTHK", "k": "BTHK", "v": "BTHV"},
     _attention,
     {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128},
     "BTHV",
-    functools.partial(_attend_rival, documents, window),
+    functools.partial(_attend_rival, window=window),
+    documents,
   )
 
 
-def _recall(documents, *, q, **x):
-  ids = {"segment_ids": document_ids(*q.shape[:2])} if documents else {}
-  return ops.delta_rule(q, **x, **ids, scale=1.0)  # the queries are scaled
-
-
-def _recall_rival(documents, *, q, k, v, log_decay=None, **x):
+def _recall_rival(*, q, k, v, log_decay=None, **x):
   from jla import ops as rival
 
-  ids = {"segment_ids": jnp.asarray(document_ids(*q.shape[:2]))} if documents else {}
   gate = {} if log_decay is None else {"g": log_decay}
   name = {3: "gated_deltanet", 4: "kda"}[log_decay.ndim] if gate else "deltanet"
-  return rival.linear_attention(name, q, k, v, **x, **gate, **ids, scale=1.0)[0]
+  return rival.linear_attention(name, q, k, v, **x, **gate, scale=1.0)[0]
 
 
 def _delta_case(decay: str = "", documents: bool = False) -> Case:
   axes = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "beta": "BTH"}
   return Case(
-    functools.partial(_recall, documents),
+    functools.partial(ops.delta_rule, scale=1.0),  # the queries are scaled
     axes | ({"log_decay": decay} if decay else {}),
     functools.partial(_delta, decay),
     {"B": 1, "T": 8192, "H": 32, "K": 128, "V": 128},
     "BTHV",
-    functools.partial(_recall_rival, documents),
+    _recall_rival,
+    documents,
   )
 
 
@@ -282,6 +268,9 @@ def only_corner(axes: str, x):
 
 def forward(case: Case, arrays: Arrays, implementation: str):
   """`out` alone."""
+  if case.documents:
+    B, T = arrays[next(name for name, axes in case.axes.items() if axes[:2] == "BT")].shape[:2]
+    arrays = arrays | {"segment_ids": jnp.asarray(document_ids(B, T))}
   if implementation == RIVAL:
     if case.rival is None:
       raise NotImplementedError(f"{RIVAL} is not compared here")
@@ -363,9 +352,8 @@ def measure_peer(name: str, case: Case, arrays: Arrays, want) -> dict:
   return columns | {"both_ms": row["both_ms"] if right(arrays, of_gradient) else "WRONG"}
 
 
-def rows_of(name: str, sizes: Sizes, implementations, bandwidth: float, options):
+def rows_of(name: str, case: Case, sizes: Sizes, implementations, bandwidth: float, options):
   """Yields the rows of one case."""
-  case = CASES[name]
   sets = [make_inputs(case, sizes, seed) for seed in range(SETS)]
   given = sum(x.nbytes for n, x in sets[0].items() if n != "cotangent")
   out = sets[0]["cotangent"].nbytes
@@ -407,6 +395,7 @@ def main(arguments=None):
   parser.add_argument("--sizes", type=parse_sizes, default={}, metavar="B=1,T=8192",
                       help="other sizes of these axes")  # fmt: skip
   parser.add_argument("--implementations", nargs="+", default=["pallas", "chunked"])
+  parser.add_argument("--documents", action="store_true", help="time each case with documents too")
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
   parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
@@ -418,9 +407,14 @@ def main(arguments=None):
   print(f"copy: {bandwidth / 1e12:.3f} TB/s", "  ".join(FIELDS), sep="\n", flush=True)
   rows = []
   for name in args.only:
-    sizes = {axis: args.sizes.get(axis, size) for axis, size in CASES[name].sizes.items()}
-    for row in rows_of(name, sizes, args.implementations, bandwidth, options):
-      csv_rows.add(rows, row, FIELDS, args.out)
+    case = CASES[name]
+    sizes = {axis: args.sizes.get(axis, size) for axis, size in case.sizes.items()}
+    cases = {name: case}
+    if args.documents and not case.documents:
+      cases[f"{name} documents"] = case._replace(documents=True)
+    for pair in cases.items():
+      for row in rows_of(*pair, sizes, args.implementations, bandwidth, options):
+        csv_rows.add(rows, row, FIELDS, args.out)
   return rows
 
 

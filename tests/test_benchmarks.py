@@ -124,11 +124,13 @@ def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
   monkeypatch.setitem(scan_kernels.LIMITS, False, limit)
   table = tmp_path / "scans.csv"
   options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--out", str(table)]
-  rows = scan_kernels.main([*options, "--only", "diagonal_scan", "--sizes", "B=2,T=9,D=17"])
+  options += ["--documents", "--only", "diagonal_scan", "--sizes", "B=2,T=9,D=17"]
+  rows = scan_kernels.main(options)
   with table.open() as file:
     assert list(csv.DictReader(file)) == rows
-  kernel, xla = rows
-  assert "a Hopper GPU" in kernel["note"]
+  assert [row["scan"] for row in rows[::2]] == ["diagonal_scan", "diagonal_scan documents"]
+  kernel, xla = rows[:2]
+  assert "an NVIDIA GPU since Ampere" in kernel["note"]
   assert (xla["forward_ms"] == "WRONG") == (limit == 0.0) == (xla["both_ms"] == "WRONG")
 
 
@@ -137,7 +139,7 @@ def test_a_peer_of_the_scans_is_held_to_the_same_reference(monkeypatch):
   """Results that mamba-ssm's process would return, by the chunked form; then one spoiled."""
   name, sizes = "selective_scan", {"B": 2, "T": 9, "D": 17, "N": 3}
   case = scan_kernels.CASES[name]
-  rows = lambda: list(scan_kernels.rows_of(name, sizes, (), 1e12, {}))
+  rows = lambda: list(scan_kernels.rows_of(name, case, sizes, (), 1e12, {}))
   run = jax.jit(lambda x, w: scan_kernels.gradients(case, x, w, "chunked"))
   given = scan_kernels.make_inputs(case, sizes, 0)
   arrays = {n: x for n, x in given.items() if n != "cotangent"}
