@@ -1,0 +1,63 @@
+"""Language models: six recurrences, each with and without a short convolution, in one block.
+
+    LNSSM_DATA=FOLDER python -m train sweep experiments/sweeps/lm_convolution.py
+
+FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on its text. Whether a
+short convolution, and not the recurrence, makes the differences between mixers. Each mixer stands
+in the same block, 6 layers of 512 with SwiGLU of 1,408 and a norm after the embedding, without its
+own token shift or convolution: with none at all, or all with the same one of its input, over four
+tokens (`experiments/convolved.py`). GLA is also there without that norm, where few first tokens
+have most of its gradient (docs/performance.md), and so with a larger eps of its own. 10.24M tokens
+per run. The rate is chosen by seed 0 alone, of three rates and more at an edge; the result is of
+seeds 1 to 3: 859M tokens.
+Measured: nothing yet.
+"""
+
+import dataclasses
+from typing import Any
+
+from experiments import convolved
+from experiments.small_runs import COLORS
+from experiments.sweeps import lm_sse
+from train.config import Train
+from train.sweeps import Plot, grid
+
+# Without a norm after the embedding, and without a convolution; one with a larger eps of its own.
+STARTS = {"gla-no-norm": {}, "gla-no-norm-eps": {"norm_eps": 1e-2}}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+  "gla": ("gla", {}),
+  "mamba2": ("mamba2", {"conv_size": None}),
+  "sse": ("sse", {}),
+  "longhorn": ("longhorn", {"conv_size": None}),
+  "lnssm": ("lnssm", {"shift": "none"}),
+  "rwkv5": ("unshifted_rwkv5", {"num_heads": 8}),
+  **{name: ("gla", options) for name, options in STARTS.items()},
+}
+CONVOLUTIONS = {"without": None, "with": 4}
+
+
+def make(model: str, convolution: str) -> Train | None:
+  """The GLA of `lm_sse.py` with another mixer, a norm after the embedding and a cosine."""
+  if model in STARTS and convolution != "without":
+    return None
+  cfg = lm_sse.make("gla")
+  mixer, options = MODELS[model]
+  given = {"inner": mixer, "options": options, "conv_size": CONVOLUTIONS[convolution]}
+  changes: dict[str, Any] = {"mixer": convolved.Convolved.name, "mixer_options": given}
+  return dataclasses.replace(
+    cfg,
+    model=dataclasses.replace(cfg.model, **changes, embedding_norm=model not in STARTS),
+    optimizer=dataclasses.replace(cfg.optimizer, schedule="cosine", final_lr=6e-5),
+  )
+
+
+SWEEP = grid(
+  make,
+  {"model": MODELS, "convolution": CONVOLUTIONS},
+  learning_rates=(2.4e-4, 6e-4, 1.5e-3, 4e-3, 1e-2),
+  seeds=range(4),
+  folder="{model}-{convolution}-lr{lr:g}-seed{seed}",
+)
+PLOT = Plot(x="convolution", colors=COLORS, line="model")
+TUNING_SEED, FIRST_RATES = 0, (6e-4, 1.5e-3, 4e-3)
+COPIES = 3
