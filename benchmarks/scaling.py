@@ -4,8 +4,8 @@
       --axes data fsdp sequence
 
 n devices get n times the rows of `global_batch`, and the mesh axis says how they divide the work:
-by rows with copies of the parameters (`data`), by rows with divided parameters (`fsdp`), or by time
-(`sequence`); "fsdp x sequence" divides both ways, the first by 2, from 4 devices on. Efficiency is
+by rows with copies of the parameters (`data`), by rows with divided parameters (`fsdp`) or experts
+(`expert`), or by time (`sequence`); "fsdp x sequence" divides both ways, the first by 2, from 4 devices on. Efficiency is
 the tokens/s of n devices over n times those of one, in the same run. All programs are compiled at
 the same time, and then measured one after the other.
 
@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks import csv_rows, train_step
+from lnssm_jax.models import experts
 from train import config
 from train.cluster import device_mesh
 from train.config import apply_overrides
@@ -65,11 +66,11 @@ def mesh_of(axes: str, devices: int) -> config.Mesh:
   Raises:
     ValueError: an axis is unknown, or the devices cannot be divided so.
   """
-  names = axes.split(PRODUCT)
+  names, known = axes.split(PRODUCT), (*device_mesh.AXES, experts.AXIS)
   sizes = [devices] if len(names) == 1 else [2, devices // 2]
-  if len(names) > 2 or not set(names) <= set(device_mesh.AXES) or math.prod(sizes) != devices:
+  if len(names) > 2 or not set(names) <= set(known) or math.prod(sizes) != devices:
     raise ValueError(
-      f"axes={axes!r} on {devices} devices: name one of {', '.join(device_mesh.AXES)}, or two of "
+      f"axes={axes!r} on {devices} devices: name one of {', '.join(known)}, or two of "
       "them as 'fsdp x sequence' on an even number of devices."
     )
   return config.Mesh(**{"data": 1} | dict(zip(names, sizes, strict=True)))
