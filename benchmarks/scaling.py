@@ -5,9 +5,9 @@
 
 n devices get n times the rows of `global_batch`, and the mesh axis says how they divide the work:
 by rows with copies of the parameters (`data`), by rows with divided parameters (`fsdp`) or experts
-(`expert`), or by time (`sequence`); "fsdp x sequence" divides both ways, the first by 2, from 4 devices on. Efficiency is
-the tokens/s of n devices over n times those of one, in the same run. All programs are compiled at
-the same time, and then measured one after the other.
+(`expert`), or by time (`sequence`); "fsdp x sequence" divides both ways, the first by 2, from 4
+devices on. Efficiency is the tokens/s of n devices over n times those of one, in the same run. All
+programs are compiled at the same time, and then measured one after the other.
 
 Before anything is timed, three steps on n copies of one batch must give the losses and gradient
 norms of one device on that batch; else the row says "wrong". Memory is the compiler's count for one
