@@ -12,7 +12,7 @@ Reading is `np.fromfile` of every file. Loading includes checks of the folder an
 Before its clock starts, each process takes and frees as much memory as the
 files have bytes: a virtual machine may first have to get it from its host. Memory is the most
 resident memory above that after the imports; pages of a memory-mapped file, which belong to the
-page cache, are counted apart. `peak_ratio` is the most of both, of the whole process, over the
+page cache, are counted apart. `load_peak_ratio` and, with generation, `peak_ratio` are the most of both, of the whole process, over the
 bytes of the files; on a CPU the parameters, which stay there, are among it.
 """
 
@@ -151,7 +151,7 @@ def measure(what: str, folder: Path) -> dict[str, Any]:
   else:
     kept = pretrained.load(folder)
     jax.block_until_ready(params_of(kept.model))
-  seconds = {"seconds": time.perf_counter() - begin}
+  seconds = {"seconds": time.perf_counter() - begin, "load_peak_ratio": 1e9 * most[2] / size}
   if what == "generate":
     options = SamplingOptions(max_tokens=32, temperature=0.0)
     seconds["tokens"] = [int(x) for x in generate(kept.model, [[1, 2, 3, 4]], options)[0]]
