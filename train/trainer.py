@@ -18,7 +18,7 @@ from train import callbacks, config, loop
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import CheckpointError, Checkpoints
-from train.cluster import agreement, compile_cache, device_mesh, distributed
+from train.cluster import agreement, compile_cache, device_mesh, distributed, stop_signal
 from train.cluster.stop_signal import StopSignal
 from train.data import preflight
 from train.data.errors import DataError
@@ -63,6 +63,7 @@ def fit(
   verify_data: bool = False,
   profile: range | None = None,
   claimed: RunFolder | None = None,
+  stop: StopSignal | None = None,
 ) -> Result:
   """Trains until `cfg.steps`, resuming from the newest checkpoint in `cfg.run_dir` if any.
 
@@ -74,6 +75,7 @@ def fit(
     verify_data: compare every byte of the token files with their digests, not only sampled blocks.
     profile: steps to trace (`train.logging.tracing`).
     claimed: the run folder, if the caller has locked it (`train.runs.run_folder.claim`).
+    stop: what ends the run; None: signals (`train.cluster.stop_signal`), while it trains.
 
   Raises:
     ValueError: the run folder, the data or the mesh does not match the config, or the processes of
@@ -106,7 +108,7 @@ def fit(
     windows = distributed.on_all(lambda: (_stream if cfg.data.stream else training_set)(cfg))
     evaluator = distributed.on_all(lambda: Evaluator(cfg, graph, mesh, run.kernels))
 
-    stop = stack.enter_context(StopSignal())
+    stop = stack.enter_context(stop_signal.begun(stop))
     how = {"keep": cfg.keep_checkpoints, "say": console.say, "before": run.before_checkpoint}
     checkpoints = stack.enter_context(Checkpoints(run.checkpoints, **how))
     compared = None if allow_config_change else inputs

@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import functools
 
 from experiments.vision.settings import Vision
 from train import config
 from train.cli.commands import code_of
 from train.cli.main import add_training
 from train.cli.program import Commands
+from train.cluster.stop_signal import StopSignal
 from train.messages import show, show_json
 from train.runs import config_file
 from train.scoring import arguments
@@ -38,8 +40,10 @@ def classify(options: argparse.Namespace) -> int | None:
   if options.dry_run:
     describe(cfg)
     return None
-  result = loop.fit(cfg, allow_config_change=options.allow_config_change)
-  return code_of(result.stopped_by, options.stopped_code)
+  code = functools.partial(code_of, stopped_code=options.stopped_code)
+  with StopSignal(code) as stop:
+    result = loop.fit(cfg, allow_config_change=options.allow_config_change, stop=stop)
+    return code(result.stopped_by)
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ from train import config, loop
 from train.checkpoint import store
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
+from train.cluster import stop_signal
 from train.cluster.stop_signal import StopSignal
 from train.logging.console import Console
 from train.loop import Callback, DivergedError, Moment
@@ -50,7 +51,9 @@ class Result:
   state: State
 
 
-def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
+def fit(
+  cfg: Vision, *, allow_config_change: bool = False, stop: StopSignal | None = None
+) -> Result:
   """Trains for `cfg.epochs`, resuming from the newest checkpoint in `cfg.run_dir` if any.
 
   A run that is stopped and resumed gives the same numbers as one that never stopped. The batch is
@@ -99,7 +102,7 @@ def fit(cfg: Vision, *, allow_config_change: bool = False) -> Result:
       steps=cfg.epochs * epoch,
       sets=("validation",),
     )
-    stop = stack.enter_context(StopSignal())
+    stop = stack.enter_context(stop_signal.begun(stop))
     stream = stack.enter_context(training_batches(train, cfg, step))
     batches = (jax.device_put(x, Batch(rows, rows, rows, whole, whole, whole)) for x in stream)
     called = [run, _Logging(cfg, epoch, run, console), evaluation, saver]

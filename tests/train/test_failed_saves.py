@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -249,18 +250,23 @@ def test_failed_saves_of_another_process_are_not_waited_for(tmp_path, monkeypatc
   assert newest_step(tmp_path) == 2
 
 
-def test_failed_saves_begin_in_no_process_if_one_has_no_event_loop(tmp_path, monkeypatch):
-  """Orbax begins with one, and then with a barrier, at which it waits for the other processes."""
-  begun, told, any_of = [], [], store.distributed.any_of
-
-  def loop():
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+@pytest.mark.parametrize(("processes", "free"), [(1, 2), (2, 30)])
+def test_failed_saves_begin_in_no_process_if_one_has_too_few_descriptors(
+  processes, free, tmp_path, monkeypatch
+):
+  """Orbax opens some before a barrier, at which it waits for the other processes."""
+  begun, told = [], []
   monkeypatch.setattr(store.ocp, "save_checkpointables_async", lambda *_, **__: begun.append(1))
-  monkeypatch.setattr(store.asyncio, "new_event_loop", loop)
-  monkeypatch.setattr(store.distributed, "any_of", lambda flag: told.append(flag) or any_of(flag))
+  monkeypatch.setattr(store.distributed, "any_of", lambda flag: told.append(flag) or flag)
+  limit, limits = resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
   with Checkpoints(tmp_path, keep=1) as checkpoints:
-    checkpoints.save(1, {"params": 0}, {})
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    monkeypatch.setattr(store.distributed, "count", lambda: processes)
+    resource.setrlimit(limit, (lowest + free, limits[1]))
+    try:
+      checkpoints.save(1, {"params": 0}, {})
+    finally:
+      resource.setrlimit(limit, limits)
     assert "Too many open files" in str(checkpoints.failure())
   assert True in told and not begun
 

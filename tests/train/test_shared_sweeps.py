@@ -260,7 +260,7 @@ def file(tmp_path):
 def test_command_starts_processes_and_writes_the_tables(file, tmp_path, monkeypatch, capsys):
   out, started = tmp_path / "out", []
 
-  def run(line, count, say):
+  def run(line, count, say, stop):
     started.append((line, count))
     say("[1] a line")
     assert main(line[line.index("sweep") :]) == 0  # as a process does
@@ -291,7 +291,7 @@ def test_command_prepares_text_before_processes_start(tiny, tmp_path, monkeypatc
     "SWEEP = [load_config(Path(__file__).parent / 'one.py')]\n"
   )
 
-  def run(line, count, say):
+  def run(line, count, say, stop):
     seen.extend(sorted(file.name for file in folder.glob("*.bin")))
     return "SIGTERM", []
 

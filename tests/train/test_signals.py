@@ -110,6 +110,50 @@ def test_signals_second_one_stops_immediately(command):
   assert time.monotonic() - begin < 10
 
 
+def test_signals_before_training_end_the_process_at_once_with_its_code(command):
+  """Even inside a long call, here one that continues after a handler."""
+  script = (
+    "import time\nfrom train.cluster.stop_signal import StopSignal\n"
+    "with StopSignal({'SIGTERM': 75}.get) as stop:\n"
+    "  print('ready', flush=True)\n"
+    "  time.sleep(60)\n"
+  )
+  process = command("-c", script)
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGTERM)
+  out, errors = process.communicate(timeout=30)
+  assert (process.returncode, errors) == (75, "")
+  assert out == "stopped by SIGTERM before training began. Run the same command to resume.\n"
+
+
+def test_signals_once_training_has_begun_are_only_recorded():
+  with StopSignal({}.__getitem__) as outer, stop_signal.begun(outer) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop is outer and stop.name == "SIGTERM"
+  assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_after_the_last_step_leave_the_exit_code(command):
+  """While handlers of `atexit` run, and while Python takes its modules apart."""
+  script = """
+import atexit, os, signal
+from train.cli import process
+from train.cluster.stop_signal import SIGNALS
+class Late:
+  def __del__(self, kill=os.kill, own=os.getpid()):
+    for number in SIGNALS:
+      kill(own, number)
+late = Late()
+def command():
+  for number in reversed(SIGNALS):  # SIGINT comes first: after another it would be a second Ctrl-C
+    atexit.register(os.kill, os.getpid(), number)
+  return 7
+process.run(command)
+"""
+  process = command("-c", script)
+  assert (process.communicate(timeout=30), process.returncode) == (("", ""), 7)
+
+
 def test_signals_handlers_restored():
   before = [signal.getsignal(number) for number in stop_signal.SIGNALS]
   with StopSignal() as stop:
@@ -117,8 +161,9 @@ def test_signals_handlers_restored():
     os.kill(os.getpid(), signal.SIGINT)
     assert stop
     assert stop.name == "SIGINT"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second signal ends it,
-    assert signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL  # except this one
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second Ctrl-C ends it,
+    for number in stop_signal.SIGNALS[1:]:  # and nothing else that schedulers send twice
+      assert signal.getsignal(number) is not signal.SIG_DFL
   assert [signal.getsignal(number) for number in stop_signal.SIGNALS] == before
 
 

@@ -6,10 +6,10 @@ data position (one integer), digests of the training data, and the config; and a
 file (`train.checkpoint.digests`), without which it is not loaded.
 """
 
-import asyncio
 import contextlib
 import functools
 import logging
+import os
 import re
 import sys
 import time
@@ -48,6 +48,8 @@ __all__ = [
 _MAX_LINES = 20  # of a structure mismatch
 _TRIES = 20  # of readers, where each checkpoint is deleted while it is read
 _PATIENCE = 60.0  # seconds after which waiting for the disk is reported
+# An event loop takes three, and Orbax up to 20 before it waits for the other processes.
+_DESCRIPTORS_ALONE, _DESCRIPTORS = 3, 64
 _LOOK = 1.0  # seconds between two questions whether the save has failed in another process
 
 # A thread that waits for a folder which cannot be created would keep the process for minutes.
@@ -137,7 +139,7 @@ class Checkpoints:
     metadata = metadata | {"format": old_formats.FORMAT}
     written, begun = None, False
     try:
-      _check_event_loops()
+      _check_descriptors()
       if not distributed.on_first(lambda: self._is_whole(step, staging)):
         begun = True
         with ocp.Context(async_options=_ASYNC):
@@ -249,16 +251,19 @@ class Checkpoints:
       step_folders.clear_leftovers(self.directory)
 
 
-def _check_event_loops() -> None:
-  """Raises OSError in all processes if one of them can have no event loop, for want of descriptors.
+def _check_descriptors() -> None:
+  """Raises OSError in all processes if one of them has too few free descriptors to begin a save.
 
-  Orbax begins with one, and then with a barrier, at which the others would wait for that process.
+  The others would wait for that process at a barrier of Orbax.
   """
-  failure = None
+  failure, opened = None, []
   try:
-    asyncio.new_event_loop().close()
+    for _ in range(_DESCRIPTORS_ALONE if distributed.count() == 1 else _DESCRIPTORS):
+      opened.append(os.open(os.devnull, os.O_RDONLY))
   except OSError as error:
     failure = error
+  for descriptor in opened:
+    os.close(descriptor)
   if distributed.any_of(failure is not None):
     raise failure or OSError("another process has no free descriptor")
 

@@ -1,7 +1,9 @@
 """The commands of `lnssm-train`. Slow imports are inside the functions."""
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lnssm_jax.files.atomic import named, write_output
 from lnssm_jax.files.buckets import local
 from train import config
+from train.cluster.stop_signal import StopSignal
 from train.config import apply_overrides
 from train.messages import show, show_generated, show_json
 
@@ -22,6 +25,10 @@ _MAX_PROMPT = 2**26  # bytes
 
 def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
+  if not (options.print_config or options.dry_run):
+    code = functools.partial(code_of, stopped_code=options.stopped_code)
+    with StopSignal(code) as stop:  # from here on, as what follows may take minutes
+      return code(_train(options, stop))
   cfg = run_config(options)
   if options.print_config:
     from train.step.model import model_graph
@@ -31,25 +38,34 @@ def fit(options: argparse.Namespace) -> int | None:
     return None
   from train.cli import dry_run
   from train.cluster import distributed
+
+  distributed.join()
+  dry_run.describe(cfg)
+  return None
+
+
+def _train(options: argparse.Namespace, stop: StopSignal) -> str | None:
+  """Trains a model; returns the name of the signal that stopped it."""
+  cfg = run_config(options)
+  from train.cluster import distributed
   from train.logging import tracing
   from train.trainer import fit
 
   profile = tracing.steps_of(options.profile) if options.profile else None
   distributed.join()
-  if options.dry_run:
-    dry_run.describe(cfg)
-  else:
-    flags = {name: getattr(options, name) for name in ("allow_config_change", "verify_data")}
-    return code_of(fit(cfg, profile=profile, **flags).stopped_by, options.stopped_code)
-  return None
+  flags = {name: getattr(options, name) for name in ("allow_config_change", "verify_data")}
+  return fit(cfg, profile=profile, stop=stop, **flags).stopped_by
 
 
 def sweep(options: argparse.Namespace) -> int | None:
   """Trains the unfinished runs of a sweep, and writes its tables and its plot."""
   from train.sweeps import command
 
-  ended = command.run(options)
-  return code_of(ended, 0) if isinstance(ended, str) else ended
+  code = functools.partial(code_of, stopped_code=0)
+  trains = not (options.dry_run or options.collect)
+  with StopSignal(code) if trains else contextlib.nullcontext() as stop:
+    ended = command.run(options, stop)
+    return code(ended) if isinstance(ended, str) else ended
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -6,11 +6,13 @@ part of a save that failed, would keep the process, its exit code and its machin
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from train.cluster.stop_signal import SIGNALS, StopSignal
 from train.messages import write
 
 PATIENCE = 3.0  # seconds for threads to end
@@ -18,6 +20,7 @@ PATIENCE = 3.0  # seconds for threads to end
 
 def run(command: Callable[[], int | None] | None = None) -> NoReturn:
   """Runs `train.cli.main.main`, or another command, and ends the process with its exit code."""
+  atexit.register(_ignore_signals)  # first of all, so called last
   if command is None:
     from train.cli.main import main as command
   # Raising is a help with one's own arrays; our products broadcast on purpose. JAX, which reads it,
@@ -40,8 +43,9 @@ def leave(code: int) -> NoReturn:
   """Ends the process as `sys.exit`, but waits for threads at most `PATIENCE` seconds.
 
   Handlers of `atexit`, which leave the other processes of a run in order, run in either case, and
-  may take as long as they need.
+  may take as long as they need. No signal changes the code any more; a second Ctrl-C ends them.
   """
+  StopSignal().__enter__()
   joined = threading.Event()
 
   def end() -> None:
@@ -55,3 +59,10 @@ def leave(code: int) -> NoReturn:
   atexit.register(joined.set)  # called first of all handlers, after threads have been joined
   threading.Thread(target=end, name="exit", daemon=True).start()
   sys.exit(code)
+
+
+def _ignore_signals() -> None:
+  """While Python takes itself apart, it would restore the default of what it handles."""
+  if threading.current_thread() is threading.main_thread():
+    for number in SIGNALS:
+      signal.signal(number, signal.SIG_IGN)

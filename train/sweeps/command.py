@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lnssm_jax.files.atomic import make_folder
+from train.cluster.stop_signal import StopSignal
 from train.messages import Say, show, warn
 from train.sweeps import processes, spec
 
@@ -31,7 +32,7 @@ def add_options(parser: Any) -> None:
   how.add_argument("--no-tables", action="store_true", help="only train, and write no tables")
 
 
-def run(options: argparse.Namespace) -> str | int | None:
+def run(options: argparse.Namespace, stop: StopSignal | None = None) -> str | int | None:
   """Runs the command; returns 1 if a group failed, or the name of the signal that stopped it."""
   processes.end_with_parent()
   sweep = spec.load(options.file, folder=options.out, changes=options.set, only=options.only)
@@ -55,11 +56,11 @@ def run(options: argparse.Namespace) -> str | int | None:
   elif options.processes:
     groups, _ = training.prepare(sweep, tuning.chosen(sweep), say, copies)
     count = min(options.processes, len(groups))
-    outcome = training.ended(sweep, *processes.run(_of_one(options), count, say))
+    outcome = training.ended(sweep, *processes.run(_of_one(options), count, say, stop))
     for failure in outcome.failures:
       say(f"failed: {failure}")
   else:
-    outcome = training.train(sweep, most=copies, say=say)
+    outcome = training.train(sweep, most=copies, say=say, stop=stop)
   if not options.no_tables:
     _write(sweep, say)
   return 1 if outcome.failures else outcome.stopped_by

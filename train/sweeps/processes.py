@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 
+from train.cluster import stop_signal
 from train.cluster.stop_signal import StopSignal
 from train.messages import Say
 
@@ -16,7 +17,9 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 _STARTED = "LNSSM_JAX_STARTED_BY_SWEEP"  # set in the environment of the processes
 
 
-def run(command: Sequence[str], count: int, say: Say) -> tuple[str | None, list[str]]:
+def run(
+  command: Sequence[str], count: int, say: Say, stop: StopSignal | None = None
+) -> tuple[str | None, list[str]]:
   """Runs a command in `count` processes, with their lines numbered, until all have ended.
 
   The first of `stop_signal.SIGNALS` is forwarded to them. `ENVIRONMENT` yields to what is set.
@@ -28,7 +31,7 @@ def run(command: Sequence[str], count: int, say: Say) -> tuple[str | None, list[
   children: list[subprocess.Popen[str]] = []
   lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
   sent = None
-  with StopSignal() as stop:
+  with stop_signal.begun(stop) as stop:
     try:
       for number in range(1, count + 1):
         child = subprocess.Popen(

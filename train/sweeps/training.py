@@ -16,7 +16,7 @@ from lnssm_jax.files.atomic import make_folder
 from train import loop, trainer
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import Checkpoints
-from train.cluster import compile_cache
+from train.cluster import compile_cache, stop_signal
 from train.cluster.stop_signal import StopSignal
 from train.data import preflight
 from train.data.tokenize import prepare as prepare_text
@@ -107,7 +107,9 @@ def prepare(
   return groups, inputs
 
 
-def train(sweep: Sweep, *, most: int | None = None, say: Say = show) -> Outcome:
+def train(
+  sweep: Sweep, *, most: int | None = None, say: Say = show, stop: StopSignal | None = None
+) -> Outcome:
   """Trains the chosen runs of a sweep that are not finished; resumes those that were stopped.
 
   Other processes may do the same: each group is trained by the first that locks its runs, and the
@@ -116,6 +118,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = show) -> Outcome:
 
   Args:
     most: runs that are trained together; None: all that have one program.
+    stop: what ends it; None: signals (`train.cluster.stop_signal`), while it trains.
 
   Raises:
     RunFolderError: a folder has a run with other settings.
@@ -127,7 +130,7 @@ def train(sweep: Sweep, *, most: int | None = None, say: Say = show) -> Outcome:
   names = {number: f"group {number} of {last}" for number in waiting}
   failures, progress, named = list[str](), True, set[int]()
   programs = compile_cache.folder(compile_cache.IN_RUN, sweep.folder)
-  with StopSignal() as stop, compile_cache.at(programs):
+  with stop_signal.begun(stop) as stop, compile_cache.at(programs):
     while progress:
       held: dict[int, Group] = {}
       queue, tried = list(waiting.items()), 0
@@ -236,7 +239,7 @@ def _train(
       part = parts.pop(0)
       try:
         if part.alone:
-          stopped = _fit(part.first, locked, inputs, say)
+          stopped = _fit(part.first, locked, inputs, stop, say)
         else:
           stopped = _together(part, folder, locked, inputs, stop, say)
       except jax.errors.JaxRuntimeError as error:
@@ -251,11 +254,13 @@ def _train(
   return None
 
 
-def _fit(run: Run, locked: Mapping[str, RunFolder], inputs: Inputs, say: Say) -> str | None:
+def _fit(
+  run: Run, locked: Mapping[str, RunFolder], inputs: Inputs, stop: StopSignal, say: Say
+) -> str | None:
   """Trains a run with `train.fit`; returns the name of the signal that stopped it."""
   place = run.cfg.run_dir
   try:
-    result = trainer.fit(run.cfg, claimed=locked[place])
+    result = trainer.fit(run.cfg, claimed=locked[place], stop=stop)
   except DivergedError as error:
     say(f"diverged: {error}")
     row = result_row(run, run.cfg.steps, _no_scores(run), inputs.get(place))
