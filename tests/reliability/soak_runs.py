@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def run_command(arguments, launch, out: Path | int, errors: Path, before) -> Non
   from train.cli.main import main
 
   atexit._clear()  # of the parent
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would stay ignored
   os.environ.update(launch)
   with errors.open("a") as file:
     os.dup2(file.fileno(), 2)
