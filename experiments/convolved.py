@@ -114,5 +114,7 @@ class Convolved(Mixer[ConvolvedState]):
     return y, ConvolvedState(conv, inner), aux
 
 
-mixers.register("convolved", Convolved)
-mixers.register("unshifted_rwkv5", UnshiftedRWKV5)
+def register() -> None:
+  """Gives both classes their names in configs, for as long as the process lasts."""
+  mixers.register("convolved", Convolved)
+  mixers.register("unshifted_rwkv5", UnshiftedRWKV5)

@@ -22,6 +22,7 @@ from experiments.sweeps import lm_sse
 from train.config import Train
 from train.sweeps import Plot, grid
 
+convolved.register()
 # Without a norm after the embedding, and without a convolution; one with a larger eps of its own.
 STARTS = {"gla-no-norm": {}, "gla-no-norm-eps": {"norm_eps": 1e-2}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import small_runs
 from experiments.recall_sweep import Recall
+from lnssm_jax.mixers import MIXERS
 from tests.pages import blocks_of
 from tests.train.conftest import WORDS
 from tests.train.test_copies import settings
@@ -22,6 +23,15 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments" / "sweeps").glob("*.py"))
 PAGE = (ROOT / "docs" / "sweeps.md").read_text()
 OF_PAPERS = (ROOT / "experiments" / "README.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _mixers_that_files_register():
+  """Are there for the test alone."""
+  before = dict(MIXERS)
+  yield
+  for name in MIXERS.keys() - before.keys():
+    del MIXERS[name]
 
 
 @pytest.fixture
@@ -269,8 +279,6 @@ def test_sweep_of_lcsm_has_its_codes_in_the_order_of_the_printed_perplexities():
 def test_sweeps_of_states_compare_states_of_equal_size():
   """Rows of a head times its columns, over all partitions that a model has."""
   from flax import nnx
-
-  from lnssm_jax.mixers import MIXERS
 
   sizes = {}
   path = ROOT / "experiments/sweeps/mqar_states.py"
