@@ -265,7 +265,7 @@ def _check_descriptors() -> None:
   for descriptor in opened:
     os.close(descriptor)
   if distributed.any_of(failure is not None):
-    raise failure or OSError("another process has no free descriptor")
+    raise failure or OSError("another process has too few free descriptors")
 
 
 def load(
