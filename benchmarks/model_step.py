@@ -305,6 +305,7 @@ def command_of(name: str, sizes: str, args, cache: str, steps: int) -> list[str]
     *(["--sizes", sizes] if sizes else []),
     *([] if args.documents else ["--no-documents"]),
     *(["--ampere"] if args.ampere else []),
+    *(["--xla"] if args.xla else []),
   ]
 
 
@@ -370,6 +371,7 @@ def main(arguments=None) -> list[dict[str, Any]]:
     help="documents of about 500 tokens; else one per row",
   )  # fmt: skip
   parser.add_argument("--ampere", action="store_true", help="what a GPU since Ampere would run")
+  parser.add_argument("--xla", action="store_true", help="what a GPU without kernels would run")
   parser.add_argument("--together", action="store_true", help="compile all, then measure each")
   parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
   parser.add_argument("--out", type=Path, help="a CSV file")
@@ -377,8 +379,8 @@ def main(arguments=None) -> list[dict[str, Any]]:
   parser.add_argument("--cache", help=argparse.SUPPRESS)
   parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
-  if args.ampere:
-    device.architecture_of = lambda _: device.AMPERE
+  if args.ampere or args.xla:
+    device.architecture_of = lambda _: device.AMPERE if args.ampere else None
   if args.one:
     jax.config.update("jax_compilation_cache_dir", args.cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,4 +1,4 @@
-"""Configuration of the cross-entropy kernel for Hopper."""
+"""Configurations of the cross-entropy kernels."""
 
 import dataclasses
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """How the kernel runs."""
+  """How the kernel for Hopper runs."""
 
   slots: int  # chunks of logits in SMEM
   chunk: int = 32  # rows of LANES logits per copy
@@ -55,6 +55,30 @@ class KernelConfig:
     """Bytes of SMEM per CTA."""
     row = self.chunk * LANES
     return {"cross_entropy": row * (4 * self.slots + 2 * shape.gradient_bytes) + _RESERVED}
+
+  def check(self, shape: Shape) -> None:
+    """Raises a ValueError where the configuration does not fit the shape or the device."""
+    tuning.check_smem("cross_entropy", self.smem(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class AmpereConfig:
+  """How the kernel for every GPU since Ampere runs: no SMEM but for the sums of its warps."""
+
+  chunk: int = 32  # rows of LANES logits that are in registers
+
+  def __post_init__(self):
+    if self.chunk % TILE or self.chunk <= 0:
+      raise ValueError(f"chunk={self.chunk} must be a multiple of {TILE} rows.")
+
+  def rows(self, rows: int) -> int:
+    """Rows per chunk of a position that has so many, at least TILE."""
+    return min(self.chunk, rows // TILE * TILE)
+
+  def smem(self, shape: Shape) -> dict[str, int]:
+    """Bytes of SMEM per CTA."""
+    del shape
+    return {"cross_entropy": _RESERVED}
 
   def check(self, shape: Shape) -> None:
     """Raises a ValueError where the configuration does not fit the shape or the device."""

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.cross_entropy.config import KernelConfig
+from pallas_kernels.cross_entropy.config import AmpereConfig, KernelConfig
 
 NUM_STATISTICS = 4  # per position: largest, sum, ties, logit of the target
 
@@ -16,8 +16,9 @@ class Static(NamedTuple):
   logit_penalty: float
   z_loss: float
   dtype: Any  # of the gradient; None: it is not computed
-  config: KernelConfig
+  config: KernelConfig | AmpereConfig
   interpret: Any = None
+  architecture: str | None = None  # whose kernel runs; None: that of the current device
 
 
 class Inputs(NamedTuple):

@@ -13,6 +13,10 @@ import jax.numpy as jnp
 
 from benchmarks.described import GPUS, default
 from lnssm_jax import ops
+from lnssm_jax.ops.cross_entropy.api import cross_entropy
+from lnssm_jax.ops.rotations.api import rotations
+from lnssm_jax.ops.rotations.types import CHUNK
+from lnssm_jax.ops.rotations.types import Inputs as RotationInputs
 from pallas_kernels.core import device
 from tests.kernels import test_delta_rule, test_lowering
 from tests.kernels.lowered import total
@@ -98,6 +102,30 @@ def programs():
     "causal_conv1d": (
       lambda x: ops.causal_conv1d(x["x"], x["kernel"], x["bias"], activation="silu", **kernels),
       {"x": array(B, T, D), "kernel": array(4, D, dtype=F32), "bias": narrow},
+      True,
+    ),
+    "cross_entropy": (
+      lambda x: cross_entropy(**x, gradient_dtype=BF16, **kernels),
+      {
+        "logits": array(1, B * T, 32_000, dtype=F32),
+        "targets": array(1, B * T, dtype=jnp.int32),
+        "weights": array(1, B * T, dtype=F32),
+      },
+      False,
+    ),
+    "rotations": (
+      lambda x: rotations(RotationInputs(**x), dtype=BF16, **kernels)[0],
+      {
+        "keys": array(B, T, 1, 1, 128),
+        "queries": array(B, T, 1, 1, 128),
+        "key_offset": array(H, 1, 128, dtype=F32),
+        "query_offset": array(H, 1, 128, dtype=F32),
+        "pace": array(B, T, 32, dtype=F32),
+        "step": array(B, T, H, dtype=F32),
+        "weight": array(B, T, H, dtype=F32),
+        "entering": array(B, T // CHUNK, H, 32, dtype=F32),
+        "keep": array(B, T, dtype=F32),
+      },
       True,
     ),
     "token_shift": (

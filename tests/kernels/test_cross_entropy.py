@@ -1,4 +1,4 @@
-"""The kernel of the cross-entropy, interpreted and lowered for CUDA.
+"""The kernels of the cross-entropy, interpreted and lowered for CUDA.
 
 Errors are those against float64; tests/train/test_loss.py compares XLA's form with the definition.
 """
@@ -22,7 +22,7 @@ from lnssm_jax.ops.cross_entropy.reference import reference
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 from pallas_kernels.core import device
 from pallas_kernels.cross_entropy import config
-from pallas_kernels.cross_entropy.config import KernelConfig
+from pallas_kernels.cross_entropy.config import AmpereConfig, KernelConfig
 from tests.kernels.lowered import (
   DATA,
   REPLICATED,
@@ -49,7 +49,7 @@ class Case:
   dtype: jnp.dtype | None = BF16
   logit_penalty: float = 0.0
   z_loss: float = 0.0
-  config: KernelConfig | None = SMALL
+  config: KernelConfig | AmpereConfig | None = SMALL
 
   def options(self):
     return Options(self.vocab_size, self.logit_penalty, self.z_loss, self.dtype, None)
@@ -116,7 +116,9 @@ def check(case, got, inputs):
 
 def interpreted(case, inputs):
   how = plgpu.InterpretGPUParams(detect_races=True)
-  return CrossEntropy(*pallas.run(inputs, case.options(), sizes=case.config, interpret=how))
+  architecture = device.AMPERE if isinstance(case.config, AmpereConfig) else None
+  options = {"sizes": case.config, "interpret": how, "architecture": architecture}
+  return CrossEntropy(*pallas.run(inputs, case.options(), **options))
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -128,6 +130,12 @@ CASES = [
   Case(V=2560, vocab_size=2560, dtype=F32, config=KernelConfig(slots=4, chunk=16, consumers=4)),
   Case(V=2688, vocab_size=2600, dtype=None, **PENALTIES),
   Case(V=1024, vocab_size=1000, z_loss=0.2),  # one whole chunk
+  # The third chunk begins with 3 rows of the second.
+  Case(V=2688, vocab_size=2600, T=4, config=AmpereConfig(chunk=8), **PENALTIES),
+  slow(Case(V=2688, vocab_size=2600, dtype=None, config=AmpereConfig(chunk=8), z_loss=0.2)),
+  slow(Case(V=2560, vocab_size=2560, dtype=F32, config=AmpereConfig(chunk=4))),
+  slow(Case(V=896, vocab_size=800, config=AmpereConfig(), **PENALTIES)),  # 4 rows and 3 again
+  slow(Case(V=512, vocab_size=500, dtype=F32, config=AmpereConfig(), logit_penalty=0.3)),
   slow(Case(V=128, vocab_size=100, dtype=F32, logit_penalty=0.3)),  # none of the second consumer
   slow(Case(V=2048, vocab_size=2048, B=2, T=5, dtype=F32, **PENALTIES)),
   slow(Case(V=2688, vocab_size=2600, config=KernelConfig(slots=5, chunk=8, consumers=1))),
@@ -202,14 +210,19 @@ MODELS = [(4096, 32000, 32000), (4608, 50304, 50277), (1024, 128256, 128256)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.slow), None], ids=str)
-@pytest.mark.parametrize("size", MODELS, ids=str)
-def test_cross_entropy_kernel_lowers_for_cuda(size, dtype):
+@pytest.mark.parametrize(
+  ("size", "architecture"),
+  [*((size, device.SM90) for size in MODELS), (MODELS[1], device.AMPERE)],
+  ids=str,
+)
+def test_cross_entropy_kernel_lowers_for_cuda(size, architecture, dtype):
   R, V, vocab_size = size
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct(shape, dtype)
   inputs = Inputs(array(1, R, V), array(1, R, dtype=jnp.int32), array(1, R))
   options = Options(vocab_size, 1e-4, 1e-4, dtype, None)
   assert pallas.unsupported(inputs, options) is None
-  assert kernels_in(lambda inputs: pallas.run(inputs, options), inputs) == 1
+  run = lambda inputs: pallas.run(inputs, options, architecture=architecture)
+  assert kernels_in(run, inputs) == 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, None], ids=str)
@@ -298,11 +311,12 @@ def test_loss_elsewhere_has_no_kernel():
     ({"vocab_size": 2900}, "next multiple of 128"),
     ({"gradient_dtype": jnp.float16}, "gradient has dtype float16"),
     ({"vocab_axis": "tensor"}, "sharded over 'tensor'"),
+    ({"implementation": "pallas_ampere_interpret", "vocab_size": 300}, "takes 512 or more"),
   ],
 )
 def test_cross_entropy_kernel_names_what_it_does_not_support(options, reason):
-  V = 3000 if options.get("vocab_size") == 3000 else 3072
-  call = functools.partial(cross_entropy, implementation="pallas_interpret", **options)
+  V = {3000: 3000, 300: 384}.get(options.get("vocab_size"), 3072)
+  call = functools.partial(cross_entropy, **{"implementation": "pallas_interpret"} | options)
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct(shape, dtype)
   with pytest.raises(NotImplementedError, match=reason):
     jax.eval_shape(call, array(2, 5, V), array(2, 5, dtype=jnp.int32), array(2, 5))

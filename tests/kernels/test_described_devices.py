@@ -19,4 +19,4 @@ def test_kernels_since_ampere_compile_for_a_described_gpu(name):
   command = [sys.executable, "-m", "tests.kernels.described", name]
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
   assert done.returncode == 0, done.stdout + done.stderr
-  assert len(done.stdout.splitlines()) == 36
+  assert len(done.stdout.splitlines()) == 39

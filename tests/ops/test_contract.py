@@ -5,6 +5,7 @@ import datetime
 import os
 import zlib
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -84,8 +85,16 @@ def test_golden_references_are_right(name):
   "name", ["linear_attention", pytest.param("delta_rule", marks=pytest.mark.slow)]
 )
 def test_groups_of_chunks_have_values_and_gradients_of_the_reference(name, monkeypatch):
+  """Of two chunks each, and of one in a forward pass alone, which has the same values."""
   monkeypatch.setattr(chunk_groups, "_SMALLEST", 1)  # small arrays, too, run by groups
+  monkeypatch.setattr(chunk_groups, "_MOST_GROUPS", 3)
   scan = SCANS[name]
   case = next(check.case for check in scan.checks if check.case.segments)
   case = dataclasses.replace(case, T=37, chunk=8)  # a last chunk that is not full
   contract.assert_case(scan, case, jnp.float32, "chunked")
+  inputs = jax.tree.map(jnp.float32, scan.inputs(case))
+  alone, both = (
+    jax.jit(lambda x, form=form: scan.compared(*scan(case, x, implementation=form)))(inputs)
+    for form in ("chunked", "reference")
+  )
+  assert contract.relative_error(alone["out"], both["out"]) < 1e-5

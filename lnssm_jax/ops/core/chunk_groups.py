@@ -2,12 +2,13 @@
 
 A chunked form holds arrays for all its chunks at once: scores, decayed queries and keys, states.
 Here it runs over a few chunks at a time. The residuals are the arguments and the states between the
-groups; the backward pass runs from the last group to the first and computes each again.
+groups; the backward pass runs from the last group to the first and computes each again. A forward
+pass alone keeps no states, so that its groups are as small as is worth a loop.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +21,29 @@ from lnssm_jax.ops.core.segments import Segments, no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
 from pallas_kernels.core.gradients import custom_vjp
 
-_MOST_GROUPS = 8
+_MOST_GROUPS = 8  # whose states are kept
 _SMALLEST = 1 << 20  # numbers in the arrays by token of a group: fewer are not worth a loop
 
 Tree = Any
 
 
-def group_size(tokens: Tree, chunk_size: int) -> int:
-  """Tokens per group, a multiple of `chunk_size`; all of them where memory does not matter."""
+class Sizes(NamedTuple):
+  """Tokens per group, multiples of a chunk's."""
+
+  alone: int  # of a forward pass without a backward pass
+  both: int  # of both passes
+
+
+def group_sizes(tokens: Tree, chunk_size: int) -> Sizes:
+  """The sizes of groups; all tokens where memory does not matter."""
   arrays = jax.tree.leaves(tokens)
   length = arrays[0].shape[1]
   if any(is_symbolic_dim(size) for x in arrays for size in x.shape):
-    return length
-  groups = min(_MOST_GROUPS, sum(x.size for x in arrays) // _SMALLEST)
+    return Sizes(length, length)
+  groups = sum(x.size for x in arrays) // _SMALLEST
   chunks = -(-length // chunk_size)
-  return length if groups < 2 else chunk_size * -(-chunks // groups)
+  size = lambda groups: length if groups < 2 else chunk_size * -(-chunks // groups)
+  return Sizes(size(groups), size(min(_MOST_GROUPS, groups)))
 
 
 def run_inputs(form: Callable[[Any], tuple[jax.Array, Tree]], inputs: Any, chunk_size: int):
@@ -50,8 +59,8 @@ def run_inputs(form: Callable[[Any], tuple[jax.Array, Tree]], inputs: Any, chunk
     name: getattr(inputs, name) for name, axes in inputs.AXES.items() if by_token(name, axes)
   }
   tokens = {n: x for n, x in arrays.items() if x is not None and x.shape[1] == length}
-  size = group_size(tokens, chunk_size)
-  if size >= length:
+  sizes = group_sizes(tokens, chunk_size)
+  if sizes.both >= length:
     return over_heads(inputs, None)
   if inputs.segments is not None:
     before = jnp.pad(inputs.segments.index[:, :-1], ((0, 0), (1, 0)))  # of the token before
@@ -66,27 +75,30 @@ def run_inputs(form: Callable[[Any], tuple[jax.Array, Tree]], inputs: Any, chunk
     inputs = parameters._replace(**tokens | {"state": state, "segments": segments})
     return over_heads(inputs, None)
 
-  return run(group, size, tokens, parameters, inputs.state)
+  return run(group, sizes, tokens, parameters, inputs.state)
 
 
-def run(form: Callable[..., tuple[jax.Array, Tree]], size: int, tokens, parameters, state):
+def run(form: Callable[..., tuple[jax.Array, Tree]], sizes: Sizes, tokens, parameters, state):
   """`form(tokens, parameters, state) -> (out [B, T, ...], state)` group by group.
 
   Args:
     form: closes over no array that has a gradient.
-    size: tokens per group.
     tokens: arrays [B, T, ...].
     parameters: arrays without time. Their gradients add up over groups in float32 or wider.
   """
-  return _run(form, size, *vary_alike((tokens, parameters, state)))
+  return _run(form, sizes, *vary_alike((tokens, parameters, state)))
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0, 1))
-def _run(form, size, tokens, parameters, state):
-  return _forward(form, size, tokens, parameters, state)[0]
+def _run(form, sizes, tokens, parameters, state):
+  return _over_groups(form, sizes.alone, tokens, parameters, state)[0]
 
 
-def _forward(form, size, tokens, parameters, state):
+def _forward(form, sizes, tokens, parameters, state):
+  return _over_groups(form, sizes.both, tokens, parameters, state)
+
+
+def _over_groups(form, size, tokens, parameters, state):
   def group(state, tokens, _):
     out, after = form(tokens, parameters, state)
     return after, (out, state)
@@ -95,7 +107,7 @@ def _forward(form, size, tokens, parameters, state):
   return (out, state), (tokens, parameters, entering)
 
 
-def _backward(form, size, residuals, cotangents):
+def _backward(form, sizes, residuals, cotangents):
   tokens, parameters, entering = residuals
   d_out, d_state = cotangents
 
@@ -113,7 +125,7 @@ def _backward(form, size, residuals, cotangents):
 
   nothing = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), _differentiable(parameters))
   (d_state, d_parameters), d_tokens, _ = over_chunks(
-    group, (d_state, nothing), (tokens, d_out), entering, size=size, reverse=True
+    group, (d_state, nothing), (tokens, d_out), entering, size=sizes.both, reverse=True
   )
   cast = lambda x, y: no_gradient(y) if x is None else x.astype(y.dtype)
   by_array = lambda gradients, arrays: jax.tree.map(cast, gradients, arrays, is_leaf=_is_none)

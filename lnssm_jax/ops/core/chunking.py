@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
 
 from lnssm_jax.ops.core.spmd import vary_alike
@@ -47,13 +48,13 @@ def over_chunks(chunk, carry, by_token, by_chunk=(), *, size, reverse):
     return carry, by_token, jax.tree.map(lambda x: x[None], by_chunk)
 
   def cut(start, size):
-    slice_ = lambda x: x if x.shape[1] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, 1)
-    return jax.tree.map(slice_, by_token)
+    some = lambda x: _row_major(jax.lax.dynamic_slice_in_dim(x, start, size, 1))
+    return jax.tree.map(lambda x: x if x.shape[1] == 1 else some(x), by_token)
 
   def place(carry_and_results, start, size, by_chunk):
     carry, results = carry_and_results
     carry, (pieces, summary) = chunk(carry, cut(start, size), by_chunk)
-    put = lambda x, piece: jax.lax.dynamic_update_slice_in_dim(x, piece, start, 1)
+    put = lambda x, piece: jax.lax.dynamic_update_slice_in_dim(x, _row_major(piece), start, 1)
     return (carry, jax.tree.map(put, results, pieces)), summary
 
   row = lambda n: jax.tree.map(lambda x: x[n], by_chunk)
@@ -73,6 +74,11 @@ def over_chunks(chunk, carry, by_token, by_chunk=(), *, size, reverse):
   if rest:
     summaries = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), summaries, last)
   return *done, summaries
+
+
+def _row_major(x):
+  """x in the layout that arrays have: else XLA copies whole arrays into that of a chunk."""
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def shift(x: Any, later: bool, boundary: jax.Array | None = None) -> Any:

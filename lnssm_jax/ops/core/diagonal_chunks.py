@@ -94,7 +94,8 @@ def scan(
     return out[:, :length], state
 
   parameters = parameters, closed_over
-  return chunk_groups.run(chunk, chunk_size, (tokens, first), parameters, state)
+  sizes = chunk_groups.Sizes(chunk_size, chunk_size)
+  return chunk_groups.run(chunk, sizes, (tokens, first), parameters, state)
 
 
 def _exact(state):

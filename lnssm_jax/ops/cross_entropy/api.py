@@ -11,7 +11,9 @@ from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 
 _NAME = "cross_entropy"
 IMPLEMENTATIONS, _WITHOUT_GRADIENT = (
-  dispatch.Kernels(f"{__package__}.pallas", results).with_forms(reference=reference)
+  dispatch.Kernels(f"{__package__}.pallas", results, dispatch.device.EVERY, apart=True).with_forms(
+    reference=reference
+  )
   for results in (("BT", "BT", "BTV"), ("BT", "BT"))
 )
 
@@ -42,8 +44,9 @@ def cross_entropy(
     vocab_size: columns of logits that are not padding; None: all.
     gradient_dtype: of `d_logits`; None: it is not computed.
     vocab_axis: mesh axis over which the compiler shards the vocabulary, or None.
-    implementation: "pallas", "reference", "pallas_interpret", as README.md describes them. None
-      takes "pallas" where it is supported and preferred, otherwise "reference".
+    implementation: "pallas", "reference", "pallas_ampere", "pallas_interpret",
+      "pallas_ampere_interpret", as README.md describes them. None takes "pallas" where it is
+      supported and preferred, otherwise "reference".
 
   Raises:
     ValueError: shapes do not agree, or targets are no integers.

@@ -41,14 +41,34 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
+def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
+  """As `unsupported`, for the kernel of every GPU since Ampere."""
+  least = config.TILE * config.LANES
+  if inputs.logits.shape[-1] < least:
+    return f"logits have {inputs.logits.shape[-1]} columns, and the kernel takes {least} or more"
+  return unsupported(inputs, options)
+
+
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` takes the kernel: vocabularies and batches that fill a GPU."""
   positions = math.prod(inputs.logits.shape[:-1])
   return options.vocab_size >= _LEAST_VOCABULARY and positions >= device.current().sm_count
 
 
-def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tuple[jax.Array, ...]:
-  """`sizes`: the configuration of the kernel; None takes that of the table."""
+def run(
+  inputs: Inputs,
+  options: Options,
+  *,
+  sizes=None,
+  interpret=None,
+  architecture: str | None = None,
+) -> tuple[jax.Array, ...]:
+  """The fields of `CrossEntropy`.
+
+  Args:
+    sizes: the configuration of the kernel; None takes that of the table.
+    architecture: whose kernel runs; None takes that of the device.
+  """
   shape = inputs.logits.shape
   folded = types.Inputs(
     logits=inputs.logits.reshape(-1, shape[-1] // config.LANES, config.LANES),
@@ -57,7 +77,9 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     weights=inputs.weights.reshape(-1),
   )
   gradient = 0 if options.dtype is None else jnp.dtype(options.dtype).itemsize
-  sizes = sizes or config.default(config.Shape(gradient))
+  architecture = device.running(architecture)
+  ampere = architecture == device.AMPERE
+  sizes = sizes or (config.AmpereConfig() if ampere else config.default(config.Shape(gradient)))
   sizes.check(config.Shape(gradient))
   static = types.Static(
     vocab_size=options.vocab_size,
@@ -66,6 +88,7 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None) -> tupl
     dtype=options.dtype,
     config=sizes,
     interpret=interpret,
+    architecture=architecture,
   )
   results = op.cross_entropy(folded, static)
   by_field = results.statistics.reshape(*shape[:2], types.NUM_STATISTICS)

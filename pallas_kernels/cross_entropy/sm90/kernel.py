@@ -1,11 +1,8 @@
 """Cross-entropy of float32 logits and its gradient: one kernel, which loads each logit once.
 
-    largest = max(z)      sum = sum exp(z - largest)      ties = number of z that equal largest
-    d_j = w (exp(z_j - largest) / sum (1 + 2 z_loss log_sum) - [j = target]
-             + [z_j = largest] logit_penalty largest / ties),      log_sum = largest + log(sum)
-
-A persistent CTA per SM takes positions one after the other. The V logits of a position arrive as
-chunks [chunk, 128] in a ring of SMEM slots, of which every consumer warpgroup has its own rows:
+What it computes is in `sums.py`. A persistent CTA per SM takes positions one after the other. The V
+logits of a position arrive as chunks [chunk, 128] in a ring of SMEM slots, of which every consumer
+warpgroup has its own rows:
 
     producer    load chunks 0 1 2 ... of a position, then those of the next one, as slots get free
     consumers   pass 1: reduce each chunk when it arrives | exchange sums | pass 2: gradients from
@@ -14,12 +11,8 @@ chunks [chunk, 128] in a ring of SMEM slots, of which every consumer warpgroup h
 So the next position arrives during pass 2 and, in the slots that are left, during all of pass 1. If
 a position does not fit in SMEM, or no gradient is stored, pass 1 releases the slots, and pass 2
 has its chunks loaded once more.
-
-In pass 1 every thread has sums of its own, relative to its own maximum; they meet once per
-position: in a warp by shuffles, over warps in SMEM, which each consumer adds in the same order.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,15 +24,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.core import device
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers
 from pallas_kernels.core.wgmma import WITHOUT_SCRATCH, store_unoptimized, with_int32_indices
-from pallas_kernels.cross_entropy.config import LANES, TILE
-from pallas_kernels.cross_entropy.types import NUM_STATISTICS, Inputs, Results, Static
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)  # finite, because -inf - (-inf) would be NaN
-_WARPS = 4  # per warpgroup
-# A warp has rows of 128 logits, four adjacent ones per thread.
-_LAYOUT = plgpu.Layout.TILED(
-  plgpu.Tiling(((TILE, LANES), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+from pallas_kernels.cross_entropy.config import LANES
+from pallas_kernels.cross_entropy.sums import (
+  LAYOUT,
+  LOWEST,
+  WARPS,
+  Sums,
+  add,
+  gradient,
+  no_sums,
+  of_all,
+  places,
+  statistics,
+  store_of_warps,
 )
+from pallas_kernels.cross_entropy.types import NUM_STATISTICS, Inputs, Results, Static
 
 
 class _Scratch(NamedTuple):
@@ -48,14 +47,6 @@ class _Scratch(NamedTuple):
   sums: Any  # [2, 3, warps] float32: largest, sum and ties of each warp, of two positions
   barriers: PipelineBarriers
   exchanged: Any  # barrier: all consumers have stored their sums
-
-
-class _Sums(NamedTuple):
-  """Sums over the logits that a thread has seen, or all of them."""
-
-  largest: Any
-  total: Any  # of exp(z - largest)
-  ties: Any  # None without a penalty
 
 
 @with_int32_indices
@@ -70,7 +61,7 @@ def cross_entropy(inputs: Inputs, static: Static) -> Results:
   scratch = _Scratch(
     slots=plgpu.SMEM((config.slots, config.chunk, LANES), jnp.float32),
     staged=plgpu.SMEM(staged, static.dtype) if gradient else None,
-    sums=plgpu.SMEM((2, len(_Sums._fields), G * _WARPS), jnp.float32),
+    sums=plgpu.SMEM((2, len(Sums._fields), G * WARPS), jnp.float32),
     barriers=PipelineBarriers(loaded=pipelined(1), consumed=pipelined(G)),
     exchanged=plgpu.Barrier(num_arrivals=G),
   )
@@ -156,9 +147,7 @@ class _Consumer:
     self.cta, self.index = cta, index
     self.static, self.config, self.smem = cta.static, cta.config, cta.smem
     self.pipeline = cta.pipeline
-    share = (self.config.share, LANES)
-    iota = lambda axis: plgpu.broadcasted_iota(jnp.int32, share, axis, layout=_LAYOUT)
-    self.places = iota(0) * LANES + iota(1)  # columns, counted from the first of the own rows
+    self.places = places(self.config.share)
     self.has_last_rows = index * self.config.share < cta.last_rows
     self.num_stores = cta.N - 1 + self.has_last_rows.astype(jnp.int32)  # per position
 
@@ -171,10 +160,10 @@ class _Consumer:
       target, weight = arrived
       # Numbers of the next position are loaded ahead: they come straight from GMEM.
       ahead = load(self.cta.position(jnp.minimum(n + 1, last)))
-      statistics, target_logit = self.reduce(n, target)
-      self.store_statistics(n, statistics, target_logit)
+      sums, target_logit = self.reduce(n, target)
+      self.store_statistics(n, sums, target_logit)
       if self.cta.gradient:
-        self.store_gradients(n, statistics, target, weight)
+        self.store_gradients(n, sums, target, weight)
       return ahead
 
     lax.fori_loop(0, self.cta.own, step, load(self.cta.position(0)))
@@ -189,10 +178,10 @@ class _Consumer:
     """The own rows of chunk c. A last chunk is masked: a slot has other logits behind it."""
     own_rows = pl.ds(self.index * self.config.share, self.config.share)
     source = self.smem.slots.at[self.pipeline.slot(number), own_rows]
-    z = plgpu.load(source, layout=_LAYOUT, optimized=False)
+    z = plgpu.load(source, layout=LAYOUT, optimized=False)
     if not is_last:
       return z
-    return jnp.where(self.places < self.static.vocab_size - self.first_column(c), z, _LOWEST)
+    return jnp.where(self.places < self.static.vocab_size - self.first_column(c), z, LOWEST)
 
   def each_chunk(self, compute, carry):
     """`compute(c, carry, is_last)` for all chunks of a position in turn."""
@@ -207,11 +196,9 @@ class _Consumer:
 
   # Pass 1
 
-  def reduce(self, n, target) -> tuple[_Sums, Any]:
+  def reduce(self, n, target) -> tuple[Sums, Any]:
     """Sums over all logits of the n-th position, and the logit of its target."""
     first_load = self.cta.first_load(n, 0)
-    full = lambda x: plgpu.layout_cast(jnp.full((TILE, LANES), x, jnp.float32), _LAYOUT)
-    counts_ties = bool(self.static.logit_penalty)
 
     def compute(c, carry, *, is_last):
       sums, target_logit = carry
@@ -221,10 +208,10 @@ class _Consumer:
       target_logit = self.select_target(number, c, target, target_logit)
       if not self.cta.resident:
         self.release(number)
-      return self.add(sums, z), target_logit
+      return add(sums, z), target_logit
 
-    start = _Sums(full(_LOWEST), full(0.0), full(0.0) if counts_ties else None)
-    sums, target_logit = self.each_chunk(compute, (start, jnp.float32(0.0)))
+    start = no_sums(self.static), jnp.float32(0.0)
+    sums, target_logit = self.each_chunk(compute, start)
     return self.exchange(n, sums), target_logit
 
   def select_target(self, number, c, target, target_logit):
@@ -236,80 +223,44 @@ class _Consumer:
     z = self.smem.slots[self.pipeline.slot(number), lax.div(place, LANES), lax.rem(place, LANES)]
     return jnp.where(inside, z, target_logit)
 
-  def add(self, sums: _Sums, z) -> _Sums:
-    """Adds logits to the sums of each thread, which become relative to its new maximum."""
-    tiles = [z[r : r + TILE] for r in range(0, self.config.share, TILE)]
-    largest = functools.reduce(jnp.maximum, tiles, sums.largest)
-    total = sums.total * jnp.exp(sums.largest - largest)
-    total = total + _tree_sum([jnp.exp(tile - largest) for tile in tiles])
-    ties = sums.ties
-    if ties is not None:
-      ties = jnp.where(sums.largest == largest, ties, 0.0)
-      ties = ties + _tree_sum([jnp.where(tile == largest, 1.0, 0.0) for tile in tiles])
-    return _Sums(largest, total, ties)
-
-  def exchange(self, n, sums: _Sums) -> _Sums:
+  def exchange(self, n, sums: Sums) -> Sums:
     """Sums over all warps of all consumers, the same numbers for each."""
-    largest = jnp.max(sums.largest, axis=1)
-    spread = plgpu.layout_cast(lax.broadcast_in_dim(largest, (TILE, LANES), [0]), _LAYOUT)
-    total = jnp.sum(sums.total * jnp.exp(sums.largest - spread), axis=1)
-    ties = None
-    if sums.ties is not None:
-      ties = jnp.sum(jnp.where(sums.largest == spread, sums.ties, 0.0), axis=1)
     # Of two positions, because a consumer may be ahead of another that still reads.
     sums_smem = self.smem.sums.at[lax.rem(n, 2)]
-    for field, value in enumerate((largest, total, ties)):
-      if value is not None:
-        sums_smem.at[field, pl.ds(self.index * _WARPS, _WARPS)][...] = value
+    own = pl.ds(self.index * WARPS, WARPS)
+
+    def store(field, value):
+      sums_smem.at[field, own][...] = value
+
+    store_of_warps(sums, store)
     plgpu.barrier_arrive(self.smem.exchanged)
     plgpu.barrier_wait(self.smem.exchanged)
-    warps = range(self.config.consumers * _WARPS)
-    all_largest = [sums_smem[0, warp] for warp in warps]
-    largest = functools.reduce(jnp.maximum, all_largest)
-    total = _tree_sum([sums_smem[1, w] * jnp.exp(all_largest[w] - largest) for w in warps])
-    if ties is not None:
-      ties = _tree_sum([jnp.where(all_largest[w] == largest, sums_smem[2, w], 0.0) for w in warps])
-    return _Sums(largest, total, ties)
+    return of_all(sums_smem, range(self.config.consumers * WARPS), self.static)
 
-  def store_statistics(self, n, sums: _Sums, target_logit) -> None:
-    """Stores the statistics of the n-th position, one per warp, by the first consumer."""
-    ties = jnp.float32(0.0) if sums.ties is None else sums.ties
-    fields = plgpu.broadcasted_iota(jnp.int32, (NUM_STATISTICS,), 0, layout=_LAYOUT.reduce(1))
-    values = target_logit
-    for field, value in reversed(list(enumerate((sums.largest, sums.total, ties)))):
-      values = jnp.where(fields == field, value, values)
+  def store_statistics(self, n, sums: Sums, target_logit) -> None:
+    """Stores the statistics of the n-th position, by the first consumer."""
+    values = statistics(sums, target_logit)
     target_gmem = self.cta.outs.statistics.at[self.cta.position(n)]
     pl.when(self.index == 0)(lambda: store_unoptimized(target_gmem, values))
 
   # Pass 2
 
-  def store_gradients(self, n, sums: _Sums, target, weight) -> None:
+  def store_gradients(self, n, sums: Sums, target, weight) -> None:
     """Stores the gradient by the logits of the n-th position."""
-    static, cta = self.static, self.cta
+    cta = self.cta
     first_load = cta.first_load(n, 1)
     position = cta.position(n)
-    factor = weight / sums.total
-    if static.z_loss:
-      log_sum = sums.largest + jnp.log(sums.total)
-      factor = factor * (1.0 + 2.0 * static.z_loss * log_sum)
-    if static.logit_penalty:
-      # Ties share the gradient, as in jnp.max.
-      share = weight * static.logit_penalty * sums.largest / sums.ties
+    gradient_by = gradient(self.static, sums, weight)
 
     def staged_smem(c):
       return self.smem.staged.at[self.index, lax.rem(n * self.num_stores + c, 2)]
 
     def stage(number, c, is_last):
       z = self.load(number, c, is_last=is_last)
-      d = jnp.exp(z - sums.largest) * factor
-      d = jnp.where(self.places == target - self.first_column(c), d - weight, d)
-      if static.logit_penalty:
-        d = jnp.where(z == sums.largest, d + share, d)
-      # Selected, not multiplied: a position of weight 0 may have logits that are not finite.
-      d = jnp.where(weight != 0.0, d, 0.0)
+      d = gradient_by(z, self.places == target - self.first_column(c))
       # All stores but the latest have left SMEM: the buffer of the one before is free.
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      staged_smem(c)[...] = d.astype(static.dtype)
+      staged_smem(c)[...] = d
 
     def compute(c, carry, *, is_last):
       number = first_load + c
@@ -341,11 +292,3 @@ class _Consumer:
         if rows > 0:
           pl.when(self.index == consumer)(lambda i=consumer, rows=rows: store(i, rows))
     plgpu.commit_smem_to_gmem_group()
-
-
-def _tree_sum(terms):
-  """The sum of several values, in a fixed order with a short chain of dependences."""
-  while len(terms) > 1:
-    pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
-    terms = pairs + terms[2 * len(pairs) :]
-  return terms[0]

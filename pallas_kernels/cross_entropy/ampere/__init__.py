@@ -1,0 +1,1 @@
+"""The kernel for every GPU since Ampere: logits through registers."""
