@@ -4,8 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.cross_entropy.config import AmpereConfig, KernelConfig
-
 NUM_STATISTICS = 4  # per position: largest, sum, ties, logit of the target
 
 
@@ -16,7 +14,7 @@ class Static(NamedTuple):
   logit_penalty: float
   z_loss: float
   dtype: Any  # of the gradient; None: it is not computed
-  config: KernelConfig | AmpereConfig
+  config: Any  # a `KernelConfig`, or an `AmpereConfig`, for the kernel of that architecture
   interpret: Any = None
   architecture: str | None = None  # whose kernel runs; None: that of the current device
 

@@ -100,7 +100,8 @@ class _Cta:
 
   def load(self, c: Any) -> Any:
     """The logits of chunk c."""
-    source_gmem = self.gmem.logits.at[self.position, self.rows_of(c)]
+    logits_gmem: Any = self.gmem.logits
+    source_gmem = logits_gmem.at[self.position, self.rows_of(c)]
     return plgpu.load(source_gmem, layout=LAYOUT, optimized=False)
 
   def in_vocabulary(self, z: Any) -> Any:
