@@ -88,7 +88,7 @@ def taken(state, rows):
 
 
 @jax.jit
-def extend(model, state, tokens):
+def extend(model, state, tokens, segment_ids=None):
   """Reads tokens [B, C] of every row after a state: (state, logits [B, vocab])."""
-  hidden, state = model.hidden(tokens, state)
+  hidden, state = model.hidden(tokens, state, segment_ids)
   return state, model.logits(hidden[:, -1])

@@ -76,10 +76,29 @@ class _Reading:
   read: _Read
   ends: list[int]
 
-  def next_size(self, chunk: int) -> int:
-    """Tokens that are read next: a power of two, or none if all are."""
+  def next_piece(self, chunk: int) -> tuple[int, int]:
+    """(tokens with padding, tokens) that are read next, or (0, 0) if all are; few sizes in all."""
     rest = self.ends[0] - self.read.length if self.ends else 0
-    return min(chunk, 1 << (rest.bit_length() - 1)) if rest else 0
+    if rest and self.read.length == 0:  # padding on the left is before the state's reset
+      tokens = rest % chunk or chunk
+      return min(chunk, 1 << (tokens - 1).bit_length()), tokens
+    size = min(chunk, 1 << (rest.bit_length() - 1)) if rest else 0
+    return size, size
+
+
+@dataclasses.dataclass(eq=False)
+class _Place:
+  """The slot of a row, and how many tokens of it the device was asked for."""
+
+  slot: int
+  asked: int = 0
+
+
+class _Call(NamedTuple):
+  """A call of the device that draws tokens of these rows."""
+
+  slots: dict[Row, int]
+  steps: Any  # as of `generate.decode`
 
 
 class Slots:
@@ -104,7 +123,8 @@ class Slots:
     self.rows: list[Row] = []
     self._free = list(range(size))
     self._reading: dict[Row, _Reading] = {}
-    self._drawing: dict[Row, int] = {}  # their slots
+    self._drawing: dict[Row, _Place] = {}
+    self._call: _Call | None = None  # whose tokens the host has not read
     self._prefixes = _Prefixes(prefix_memory)
     vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
     self._empty = empty(1)
@@ -139,27 +159,38 @@ class Slots:
     return self._prefixes.used
 
   def step(self) -> list[Drawn]:
-    """Reads some of the prompts, then draws tokens of the rows that are read; returns those."""
+    """Reads some of the prompts, then draws tokens of the rows that are read; returns those.
+
+    The device is a call ahead: it draws the next tokens while the host works on these.
+    """
     for row in [row for row in self.rows if row.cancelled]:
       self._leave(row)
     self._read()
-    return self._draw() if self._drawing else []
+    call = self._call or self._draw()
+    self._call = self._draw()
+    if call is None:
+      return []
+    tokens, _, broken = jax.device_get(call.steps)
+    places = [(row, slot) for row, slot in call.slots.items() if row in self._drawing]
+    return [self._of_row(row, tokens[:, slot], broken[:, slot]) for row, slot in places]
 
   def _leave(self, row: Row) -> None:
     self.rows.remove(row)
     self._reading.pop(row, None)
-    if row in self._drawing:
-      self._free.append(self._drawing.pop(row))
+    if place := self._drawing.pop(row, None):
+      self._free.append(place.slot)
 
   def _read(self) -> None:
     """Reads at most a chunk of each prompt, those of equal pieces at once."""
-    left = chunk = default_prefill_chunk(self.size)
+    chunk = default_prefill_chunk(self.size)
+    left = chunk = min(chunk, self.model.max_length or chunk)
+    begun = []
     while self._reading and left > 0:
-      sizes = {row: reading.next_size(chunk) for row, reading in self._reading.items()}
-      size = max(sizes.values())
-      rows = [row for row in sizes if sizes[row] == size]
+      pieces = {row: reading.next_piece(chunk) for row, reading in self._reading.items()}
+      size = max(size for size, _ in pieces.values())
+      rows = [row for row, (padded, _) in pieces.items() if padded == size]
       if size:
-        self._extend(rows, size)
+        self._extend(rows, size, [pieces[row][1] for row in rows])
         left -= size
       for row in rows:
         read, ends = self._reading[row].read, self._reading[row].ends
@@ -167,44 +198,67 @@ class Slots:
           self._prefixes.keep(row.prompt, read)
           del ends[0]
         if not ends:
-          self._begin(row, read)
+          begun.append((row, self._reading.pop(row).read))
+    if begun:
+      self._begin(begun)
 
-  def _extend(self, rows: list[Row], size: int) -> None:
-    count = 1
-    while count < len(rows):
-      count = min(4 * count, self.size)  # few programs
-    reading = [self._reading[row] for row in rows]
-    tokens = np.zeros((count, size), np.int32)
-    for place, (row, one) in enumerate(zip(rows, reading, strict=True)):
-      tokens[place] = row.prompt[one.read.length : one.read.length + size]
-    states = [*(one.read.state for one in reading), *[self._empty] * (count - len(rows))]
-    states, logits = _extend_rows(self.model, states, tokens)
-    for one, state, out in zip(reading, states, logits, strict=False):
-      one.read = _Read(state, out, one.read.length + size)
+  def _padded(self, count: int) -> int:
+    """Rows of a call for `count` of them: few programs."""
+    padded = 1
+    while padded < count:
+      padded = min(4 * padded, self.size)
+    return padded
 
-  def _begin(self, row: Row, read: _Read) -> None:
-    """Moves a row whose prompt is read into a free slot."""
-    del self._reading[row]
-    slot = self._drawing[row] = self._free.pop()
-    for numbers, value in zip(self._limits, sampling.limits_of(row.options), strict=True):
-      numbers[slot] = value
-    seen = np.zeros((1, self.model.vocab_size), bool)
-    seen[0, row.prompt] = True
-    key = sampling.row_keys(row.options.seed, 1, [row.number])
-    of_row = apart(read.state, self.model.num_layers), read.logits, seen, key
-    self._device = _put(self._device, of_row, slot)
+  def _extend(self, rows: list[Row], size: int, counts: list[int]) -> None:
+    """Reads the next `counts` tokens of rows, padded on the left to `size`."""
+    reading, more = [self._reading[row] for row in rows], self._padded(len(rows)) - len(rows)
+    tokens = np.zeros((len(rows) + more, size), np.int32)
+    starts = np.zeros(len(rows) + more, np.int32)
+    for place, (row, one, count) in enumerate(zip(rows, reading, counts, strict=True)):
+      starts[place] = size - count
+      tokens[place, size - count :] = row.prompt[one.read.length : one.read.length + count]
+    states = [*(one.read.state for one in reading), *[self._empty] * more]
+    states, logits = _extend_rows(self.model, states, tokens, starts)
+    for one, state, out, count in zip(reading, states, logits, counts, strict=False):
+      one.read = _Read(state, out, one.read.length + count)
 
-  def _draw(self) -> list[Drawn]:
-    model, rows = self.model, dict(self._drawing)
-    choices = [sampling.choice_of(row.options, model.vocab_size, False) for row in rows]
-    choice = sampling.common_choice(choices, model.vocab_size)
+  def _begin(self, begun: list[tuple[Row, _Read]]) -> None:
+    """Moves rows whose prompts are read into free slots."""
+    more = self._padded(len(begun)) - len(begun)
+    seen = np.zeros((len(begun) + more, self.model.vocab_size), bool)
+    seeds, numbers, slots = (np.zeros(len(seen), np.uint32) for _ in range(3))
+    slots[:] = self.size  # of rows that are none: out of range
+    for place, (row, _) in enumerate(begun):
+      self._drawing[row] = _Place(slot := self._free.pop())
+      for values, value in zip(self._limits, sampling.limits_of(row.options), strict=True):
+        values[slot] = value
+      seen[place, row.prompt] = True
+      seed, alone = row.options.seed, isinstance(row.options.seed, tuple)
+      seeds[place], numbers[place] = (seed[0], 0) if alone else (seed, row.number)
+      slots[place] = slot
+    reads = [read for _, read in begun] + [begun[0][1]] * more
+    states, logits = [read.state for read in reads], [read.logits for read in reads]
+    self._device = _put(self._device, states, logits, seen, (seeds, numbers), slots)
+
+  def _draw(self) -> _Call | None:
+    """Has the device draw the next tokens of the rows that are read and not yet whole."""
+    rows = {
+      row: place for row, place in self._drawing.items() if place.asked < row.options.max_tokens
+    }
+    if not rows:
+      return None
+    vocabulary = self.model.vocab_size
+    choices = [sampling.choice_of(row.options, vocabulary, False) for row in rows]
+    choice = sampling.common_choice(choices, vocabulary)
     first = np.zeros(self.size, np.int32)
-    for row, slot in rows.items():
-      first[slot] = row.drawn
+    for place in rows.values():
+      first[place.slot] = place.asked
+      place.asked += _STEPS
     states, logits, seen, keys = self._device
-    limits = sampling.Limits(*self._limits)
+    # Copies, because the host changes its arrays while the call may still wait.
+    limits = sampling.Limits(*(values.copy() for values in self._limits))
     states, logits, new, steps = decode(
-      model,
+      self.model,
       states,
       logits,
       seen if choice.penalized else None,
@@ -215,8 +269,7 @@ class Slots:
       steps=_STEPS,
     )
     self._device = states, logits, new if choice.penalized else seen, keys
-    tokens, _, broken = jax.device_get(steps)
-    return [self._of_row(row, tokens[:, slot], broken[:, slot]) for row, slot in rows.items()]
+    return _Call({row: place.slot for row, place in rows.items()}, steps)
 
   def _of_row(self, row: Row, tokens: np.ndarray, broken: np.ndarray) -> Drawn:
     tokens = tokens[: row.options.max_tokens - row.drawn]
@@ -282,15 +335,31 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @jax.jit
-def _extend_rows(model, states, tokens):
-  """Reads tokens [B, C] after a state for each row: states and logits [1, vocab], row by row."""
-  joined = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *states)
-  state, logits = extend(model, joined, tokens)
+def _extend_rows(model, states, tokens, starts):
+  """Reads tokens [B, C] from starts [B] on after a state for each row: states and logits, by row.
+
+  A row whose state is not empty starts at 0.
+  """
+  model.unroll = 1  # one of many programs: a loop over layers compiles in a tenth of the time
+  segment_ids = (jnp.arange(tokens.shape[1]) >= starts[:, None]).astype(jnp.int32)
+  state, logits = extend(model, _joined(states), tokens, segment_ids)
   row = lambda n: jax.tree.map(lambda x: x[:, n : n + 1], state)
   return [row(n) for n in range(len(states))], jnp.split(logits, len(states))
 
 
+def _joined(states):
+  """One state of the rows of several."""
+  return jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *states)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(batch, row, slot):
-  """The batch with a row's arrays, whose first axis is 1, in its place."""
-  return jax.tree.map(lambda x, y: x.at[slot].set(y[0]), batch, row)
+def _put(batch, states, logits, seen, seeds, slots):
+  """The batch with rows, each in its slot."""
+  model_states, *_ = batch
+  rows = (
+    apart(_joined(states), len(model_states[0])),
+    jnp.concatenate(logits),
+    seen,
+    jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(*seeds),
+  )
+  return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), batch, rows)

@@ -16,6 +16,7 @@ from benchmarks import (
   scan_kernels,
   scan_peers,
   scans,
+  serving,
 )
 
 
@@ -188,3 +189,12 @@ def test_the_picture_has_cases_of_both_libraries_and_right_results_only(tmp_path
     plot_kernels.bars(alone)
   with pytest.raises(ValueError, match=r"must have one"):
     plot_kernels.bars([*both, row("no-decay", "pallas", "1.0", 4e-3, shape="B2")])
+
+
+@pytest.mark.slow
+def test_served_texts_are_those_of_generate_then_timed():
+  pytest.importorskip("uvicorn", reason="the extra `serve` is not installed: no uvicorn")
+  sizes = "dim=64,num_layers=2,vocab_size=300,channel_hidden=128"
+  options = "--clients 8 --new 16 --prompt 16 --rounds 1".split()
+  row = serving.main(["--body", "gla", "--sizes", sizes, *options])
+  assert row["equal"] == 8 and row["ratio"] == pytest.approx(row["serve"] / row["generate"], abs=1e-3)

@@ -1,0 +1,161 @@
+"""Tokens per second of `lnssm-train serve` next to `generate` with the same batch.
+
+    python -m benchmarks.serving
+    python -m benchmarks.serving --sizes dim=64,num_layers=2,vocab_size=300 --clients 8 --new 32
+
+A model of `benchmarks.model_step` with random parameters; as many slots as clients, each of which
+sends prompts of about `--prompt` tokens, one after another. The server
+is a process of its own, asked over the loopback.
+
+First the model in float32, with exact products: the clients get the texts that `generate` draws for
+all prompts at once with the same seeds, but for one of 32 at most, where two tokens are as likely
+as each other, or there is no time. Then bfloat16: from the first request to the last answer, and
+`generate` with all prompts at once; both read them. Medians of three after two that compile. Prints
+a line of JSON.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import lnssm_jax
+from benchmarks.model_step import BODIES, Sizes, settings
+from lnssm_jax.pretrained import texts
+from train.step.model import build_model
+
+HOW = {"temperature": 1.0, "top_p": 1.0}
+_COMPILING, _TIMED = 2, 3  # passes
+_COMPARED = 32  # tokens of each text
+
+
+def main(arguments=None) -> dict[str, Any]:
+  """Prints and returns a line of JSON."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--body", choices=list(BODIES), default="gla")
+  parser.add_argument("--sizes", default="", metavar="dim=64,num_layers=2")
+  parser.add_argument("--clients", type=int, default=64)
+  parser.add_argument("--rounds", type=int, default=4, help="requests of each client, in turn")
+  parser.add_argument("--prompt", type=int, default=256, help="tokens, at most a quarter fewer")
+  parser.add_argument("--new", type=int, default=256, help="tokens per request")
+  args = parser.parse_args(arguments)
+  cfg = settings(BODIES[args.body], Sizes.parse(args.sizes) if args.sizes else None).model
+  row: dict[str, Any] = {"body": args.body, "device": jax.devices()[0].device_kind}
+  row |= {name: getattr(args, name) for name in ("clients", "rounds", "prompt", "new")}
+  with jax.default_matmul_precision("highest"), _saved(cfg, "float32") as loaded:
+    prompts, new = _prompts(cfg, args, 0), min(_COMPARED, args.new)
+    with _server(loaded.source, args.clients, JAX_DEFAULT_MATMUL_PRECISION="highest") as port:
+      asks = _ask_all(port, prompts, new)
+      want, _ = _generated(loaded, prompts, new)  # compiles next to the server
+      got = [ask.result()["choices"][0]["text"] for ask in asks]
+  row["equal"] = sum(a == b for a, b in zip(got, want, strict=True))
+  if row["equal"] < args.clients - args.clients // 32:
+    raise SystemExit(f"{row['equal']} of {args.clients} texts are those of generate: no time.")
+  with _saved(cfg, "bfloat16") as loaded:
+    passes = range(_COMPILING + _TIMED)
+    rows = [_rate(lambda n=n: _generated(loaded, _prompts(cfg, args, n), args.new)) for n in passes]
+    row["generate"] = round(statistics.median(rows[_COMPILING:]))
+    with _server(loaded.source, args.clients) as port:
+      prompts = lambda n: [
+        _prompts(cfg, args, 10 + args.rounds * n + r) for r in range(args.rounds)
+      ]
+      rows = [_rate(lambda n=n: _rounds(port, prompts(n), args.new)) for n in passes]
+  row |= {"serve": round(statistics.median(rows[_COMPILING:])), "passes": [round(x) for x in rows]}
+  row["ratio"] = round(row["serve"] / row["generate"], 3)
+  print(json.dumps(row), flush=True)
+  return row
+
+
+def _rate(run) -> float:
+  """Tokens per second; `run` returns their number last."""
+  begin = time.perf_counter()
+  *_, tokens = run()
+  return tokens / (time.perf_counter() - begin)
+
+
+def _prompts(cfg, args, number: int) -> list[str]:
+  """Texts of other words for each number, whose tokens they are."""
+  rng = np.random.default_rng(number)
+  lengths = rng.integers(3 * args.prompt // 4 + 1, args.prompt + 1, args.clients)
+  return [" ".join(f"w{i}" for i in rng.integers(1, cfg.vocab_size, n)) for n in lengths]
+
+
+@contextlib.contextmanager
+def _saved(cfg, dtype: str) -> Iterator[Any]:
+  """A random model as a user loads it, from a folder with a tokenizer of one token per word."""
+  from tokenizers import Tokenizer, models, pre_tokenizers
+
+  words = {"<|endoftext|>": 0} | {f"w{n}": n for n in range(1, cfg.vocab_size)}
+  tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  tokenizer.add_special_tokens(["<|endoftext|>"])
+  cfg = dataclasses.replace(cfg, dtype=dtype, param_dtype=dtype)
+  with tempfile.TemporaryDirectory() as folder:
+    path = f"{folder}/model"
+    lnssm_jax.save_model(path, build_model(cfg, jax.random.key(0)), tokenizer)
+    yield lnssm_jax.load_model(path)
+
+
+@contextlib.contextmanager
+def _server(folder: Path, slots: int, **environment: str) -> Iterator[int]:
+  """The port of a server process."""
+  command = [sys.executable, "-m", "train", "serve", str(folder), "--port", "0"]
+  command += ["--slots", str(slots), "--queue", str(slots)]
+  env = os.environ | environment
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+    try:
+      line = process.stdout.readline()  # pyrefly: ignore
+      yield int(line.partition("/v1")[0].rpartition(":")[2])
+    finally:
+      process.terminate()
+
+
+def _generated(loaded, prompts: list[str], new: int) -> tuple[list[str], int]:
+  """Texts of one batch, row n with seed n, and the number of their tokens."""
+  options = loaded.options(max_tokens=new, seed=0, **HOW)
+  options = dataclasses.replace(options, seed=tuple(range(len(prompts))))
+  found = texts.complete(loaded.model, loaded.tokenizer, prompts, options)
+  return found, sum(len(text.split()) for text in found)
+
+
+def _ask_all(port: int, prompts: list[str], new: int) -> list[Future[Any]]:
+  """The answers of as many clients at once, client n with seed n."""
+  pool = ThreadPoolExecutor(len(prompts))
+  return [pool.submit(_ask, port, prompt, n, new) for n, prompt in enumerate(prompts)]
+
+
+def _rounds(port: int, rounds: list[list[str]], new: int) -> tuple[int]:
+  """The number of tokens that clients get who ask once in each round, each by itself."""
+
+  def client(n: int) -> int:
+    answers = [_ask(port, prompts[n], n, new) for prompts in rounds]
+    return sum(len(answer["choices"][0]["text"].split()) for answer in answers)
+
+  with ThreadPoolExecutor(len(rounds[0])) as pool:
+    return (sum(pool.map(client, range(len(rounds[0])))),)
+
+
+def _ask(port: int, prompt: str, seed: int, new: int) -> dict[str, Any]:
+  connection = http.client.HTTPConnection("127.0.0.1", port)
+  body = {"prompt": prompt, "seed": seed, "max_tokens": new, **HOW}
+  connection.request("POST", "/v1/completions", json.dumps(body))
+  return json.load(connection.getresponse())
+
+
+if __name__ == "__main__":
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share the GPU
+  main()
