@@ -135,7 +135,9 @@ def _generated(loaded, prompts: list[str], new: int) -> tuple[list[str], int]:
 def _ask_all(port: int, prompts: list[str], new: int) -> list[Future[Any]]:
   """The answers of as many clients at once, client n with seed n."""
   pool = ThreadPoolExecutor(len(prompts))
-  return [pool.submit(_ask, port, prompt, n, new) for n, prompt in enumerate(prompts)]
+  asks = [pool.submit(_ask, port, prompt, n, new) for n, prompt in enumerate(prompts)]
+  pool.shutdown(wait=False)
+  return asks
 
 
 def _rounds(port: int, rounds: list[list[str]], new: int) -> tuple[int]:
@@ -150,10 +152,10 @@ def _rounds(port: int, rounds: list[list[str]], new: int) -> tuple[int]:
 
 
 def _ask(port: int, prompt: str, seed: int, new: int) -> dict[str, Any]:
-  connection = http.client.HTTPConnection("127.0.0.1", port)
   body = {"prompt": prompt, "seed": seed, "max_tokens": new, **HOW}
-  connection.request("POST", "/v1/completions", json.dumps(body))
-  return json.load(connection.getresponse())
+  with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    return json.load(connection.getresponse())
 
 
 if __name__ == "__main__":
