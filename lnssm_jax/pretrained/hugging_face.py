@@ -24,7 +24,7 @@ from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
 from lnssm_jax.pretrained import adapters, exports, folders, placing
-from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers
+from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, table
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
 
@@ -232,19 +232,24 @@ def _family_for(
     mixer = family.constants.get("mixer")  # None: a pattern
     if mixer != settings["mixer"] and (mixer or isinstance(settings["mixer"], str)):
       continue
+    explicit = _explicit(settings)
     try:
-      config = family.config(_explicit(settings))
+      config = family.config(explicit)
       lines = differences(settings, family.settings(config))
-    except (ExportError, ValueError, TypeError) as error:
-      best = best or [str(error)]
+      if not lines:
+        return family, config
+    except ExportError as error:
+      fixed = ((path, table.get(explicit, path, None), x) for path, x in family.constants.items())
+      lines = [f"{path}: {ours!r}, {theirs!r}" for path, ours, theirs in fixed if ours != theirs]
+      lines = lines or [str(error).rstrip(".")]
+    except (ValueError, TypeError):  # of another pattern of mixers
       continue
-    if not lines:
-      return family, config
     best = lines if best is None or len(lines) < len(best) else best
-  reason = "no family has this mixer" if best is None else "; ".join(best[:4])
+  reason = f"here and there: {'; '.join(best[:4])}" if best else "no family has this mixer"
   raise ExportError(
     f"no model of layout {layout!r} has the function of this one, whose mixer is "
-    f"{settings['mixer']!r}; here and there: {reason}."
+    f"{settings['mixer']!r}; {reason}. lnssm_jax.save_model, and `export` without --layout,"
+    " save any."
   )
 
 

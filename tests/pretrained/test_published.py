@@ -427,6 +427,11 @@ def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
   settings["mixer_options"] = settings["mixer_options"] | {"soft_cap": 30.0}
   with pytest.raises(ExportError, match=r"mixer_options\.0\.soft_cap: 30\.0, None"):
     hugging_face.save(tmp_path / "out", loaded.model, settings, layout="hf")
+  changed = settings | {"channel_mixer": "gpt2", "embedding_norm": True}
+  with pytest.raises(
+    ExportError, match=r"channel_mixer: 'gpt2', 'swiglu'; embedding_norm: True, F"
+  ):
+    hugging_face.save(tmp_path / "out", loaded.model, changed, layout="hf")
   with pytest.raises(ExportError, match="no family has this mixer"):
     hugging_face.save(tmp_path / "out", loaded.model, settings | {"mixer": "s4"}, layout="hf")
   with pytest.raises(ExportError, match=r"no mixer; give those of the model: loaded\.settings"):

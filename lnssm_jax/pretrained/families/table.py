@@ -186,7 +186,7 @@ class Family:
       if isinstance(field, Fixed) and field.written:
         config[name] = field.values[0]
       elif isinstance(field, Field):
-        config[name] = field.write(_get(settings, field.paths[0], field.default))
+        config[name] = field.write(get(settings, field.paths[0], field.default))
     return self.written(config)
 
 
@@ -197,7 +197,8 @@ def _set(settings: dict[str, Any], path: str, value: Any) -> None:
   settings[name] = value
 
 
-def _get(settings: Mapping[str, Any], path: str, default: Any) -> Any:
+def get(settings: Mapping[str, Any], path: str, default: Any) -> Any:
+  """The setting at a path, such as "mixer_options.norm_eps"."""
   value: Any = settings
   for name in path.split("."):
     if not isinstance(value, Mapping) or name not in value:
