@@ -1,4 +1,4 @@
-"""Hook of MkDocs: adds the pages of experiments/, and that of each notebook.
+"""Hook of MkDocs: adds the pages of experiments/ and of each notebook, and the README to the first.
 
 A notebook's page has its outputs once `make notebooks` has run.
 
@@ -9,16 +9,19 @@ has the notebook's prose and code only, so that the documentation builds without
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+  from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = ROOT / "build" / "notebooks"
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: "Files", config: Any) -> "Files":
   """Adds experiments/*.md and notebooks/NAME.md, with what they show, to the files of the site."""
+  from mkdocs.structure.files import File
+
   for page in sorted((ROOT / "experiments").rglob("*.*")):
     if page.suffix in (".md", ".png", ".csv"):
       name = page.relative_to(ROOT).as_posix()
@@ -36,8 +39,20 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-  """`markdown` with the links of the site (`within_site`)."""
+  """`markdown` with the links of the site (`within_site`), on the first page after the README's."""
+  if page.file.src_uri == "index.md":
+    markdown = with_readme(markdown)
   return within_site(markdown, page.file.src_uri)
+
+
+def with_readme(markdown: str) -> str:
+  """The first page with the README's beginning in it, so that each number is written once.
+
+  It begins after the title and ends before the table of modules, which the page has as questions.
+  """
+  text = (ROOT / "README.md").read_text()
+  begin, end = text.index("\n"), text.index("| module |")
+  return markdown.replace("<!-- README -->", text[begin:end].replace("](docs/", "](").strip())
 
 
 def within_site(markdown: str, name: str) -> str:

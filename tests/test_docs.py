@@ -1,6 +1,7 @@
 """The documentation site: the API reference is complete, and the pages build without warnings."""
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -62,6 +63,22 @@ def test_links_between_files_of_the_project_exist():
     files = [link for link in links if "://" not in link and not link.startswith("notebooks/")]
     missing += [f"{page.name}: {file}" for file in files if not (page.parent / file).exists()]
   assert missing == []
+
+
+def test_first_page_has_what_the_readme_begins_with():
+  """What it is, numbers, installation, an example, as they are there, and a picture."""
+  spec = importlib.util.spec_from_file_location("pages", ROOT / "scripts" / "notebook_pages.py")
+  hook = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(hook)
+  page = hook.with_readme((ROOT / "docs" / "index.md").read_text())
+  readme = (ROOT / "README.md").read_text()
+  for part in ("token mixers", "tokens/s (H200)", "pip install .", "rows = generate(model"):
+    (line,) = (line for line in readme.splitlines() if part in line and "](" not in line)
+    assert line in page
+  links = re.findall(r"\]\(([^)#]+)", page)
+  missing = {link for link in links if not (ROOT / "docs" / link).exists()}
+  assert "kernels.png" in links and "performance.md" in links
+  assert all(link.startswith("notebooks/") for link in missing)
 
 
 @pytest.mark.slow

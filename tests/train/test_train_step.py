@@ -246,6 +246,21 @@ def test_train_step_bfloat16_products_float32_parameters(tiny):
   assert set(of_kernels) == {jnp.dtype("bfloat16")}
 
 
+def test_train_step_float16_has_the_gradient_and_skips_what_overflows(tiny):
+  """Cotangents are those of a sum over tokens, which float16 holds without a scale of the loss."""
+  cfg, batch = tiny(model__dtype="float16"), make_batch(tiny())
+  (narrow, got), (whole, want) = (run(each, batch) for each in (cfg, tiny()))
+  assert got["loss"] == pytest.approx(float(want["loss"]), rel=1e-3) and got["skipped"] == 0
+  gradient = first_moment(whole)
+  error = np.linalg.norm(first_moment(narrow) - gradient) / np.linalg.norm(gradient)
+  assert 0 < error < 4 * jnp.finfo(jnp.float16).eps
+  _, step, state = begin(cfg)
+  head = 1e6 * state["params"]["head"]["kernel"]
+  state["params"]["head"]["kernel"] = head
+  state, metrics = step(state, batch)
+  assert metrics["skipped"] == 1 and float(jnp.abs(state["params"]["head"]["kernel"]).max()) > 1e3
+
+
 @pytest.mark.slow
 def test_train_step_bfloat16_parameters_float32_moments(tiny):
   batch = make_batch(tiny())

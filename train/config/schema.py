@@ -31,7 +31,7 @@ class Model(ModelConfig):
   """
 
   mixer: str | tuple[str, ...] = "lnssm"  # a tuple is a pattern repeated over the layers
-  dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations; states are always float32
+  dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of activations; states: float32
   param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters and their gradients
 
   def __post_init__(self):
