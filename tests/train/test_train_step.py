@@ -224,8 +224,9 @@ def equations(jaxpr):
         yield from equations(inner)
 
 
-def test_train_step_bfloat16_products_float32_parameters(tiny):
-  cfg = tiny(model__dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_train_step_narrow_products_float32_parameters(dtype, tiny):
+  cfg = tiny(model__dtype=dtype)
   mesh = device_mesh.make_mesh(cfg)
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps)
   step = make_train_step(cfg, model_graph(cfg.model), tx, mesh)
@@ -243,9 +244,10 @@ def test_train_step_bfloat16_products_float32_parameters(tiny):
   ]
   of_kernels = [x.dtype for x in operands if x.shape in kernels]
   assert len(of_kernels) > 10
-  assert set(of_kernels) == {jnp.dtype("bfloat16")}
+  assert set(of_kernels) == {jnp.dtype(dtype)}
 
 
+@pytest.mark.slow
 def test_train_step_float16_has_the_gradient_and_skips_what_overflows(tiny):
   """Cotangents are those of a sum over tokens, which float16 holds without a scale of the loss."""
   cfg, batch = tiny(model__dtype="float16"), make_batch(tiny())
