@@ -224,7 +224,7 @@ def equations(jaxpr):
         yield from equations(inner)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_train_step_narrow_products_float32_parameters(dtype, tiny):
   cfg = tiny(model__dtype=dtype)
   mesh = device_mesh.make_mesh(cfg)
