@@ -65,7 +65,7 @@ def test_links_between_files_of_the_project_exist():
   assert missing == []
 
 
-def test_first_page_has_what_the_readme_begins_with():
+def test_first_page_begins_as_the_readme_does():
   """What it is, numbers, installation, an example, as they are there, and a picture."""
   spec = importlib.util.spec_from_file_location("pages", ROOT / "scripts" / "notebook_pages.py")
   hook = importlib.util.module_from_spec(spec)

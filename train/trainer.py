@@ -99,6 +99,8 @@ def fit(
       where = cfg.run_dir, run.path, cfg.keep_checkpoints
       mirror.append(stack.enter_context(Mirror(*where, console.say)))
     programs = compile_cache.folder(cfg.compile_cache, run.path)
+    if programs and cfg.compile_cache == compile_cache.IN_RUN:
+      compile_cache.take_from_dry_run(config.to_dict(cfg), run.path)
     stack.enter_context(compile_cache.at(programs))
     mesh = device_mesh.make_mesh(cfg)
     run_summary.devices(console, mesh)

@@ -6,7 +6,6 @@ the digests of a checkpoint, the manifest of an exported model, the sidecar of t
 """
 
 import contextlib
-import os
 import posixpath
 import re
 import secrets
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.files import user_cache
 from lnssm_jax.files.printable import PrintableError, printable
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # of fsspec, by scheme
@@ -68,9 +68,7 @@ def local(path: str | Path) -> Path:
       f"{printable(path, 200)} is no folder of a bucket; use gs://BUCKET/FOLDER or"
       " s3://BUCKET/FOLDER."
     )
-  cache = os.environ.get("XDG_CACHE_HOME", "")
-  cache = Path(cache if os.path.isabs(cache) else "~/.cache").expanduser()
-  return cache / "lnssm_jax" / "buckets" / scheme / rest
+  return user_cache.folder() / "buckets" / scheme / rest
 
 
 class Bucket:

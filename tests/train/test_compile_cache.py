@@ -31,6 +31,19 @@ def test_compile_cache_filled_and_settings_restored(tmp_path):
     compile_cache.at("/proc/x").__enter__()
 
 
+def test_programs_of_the_last_dry_run_go_to_a_new_run_with_its_settings(tmp_path):
+  for size in (3, 4):
+    (programs := compile_cache.of_dry_run({"dim": size}) / "programs").mkdir()
+    (programs / "x").write_text(str(size))
+  for number, size in enumerate((3, 5, 4, 4)):  # that of the first is gone; a second run has none
+    (run := tmp_path / str(number)).mkdir()
+    compile_cache.take_from_dry_run({"dim": size}, run)
+  assert [path.parent.parent.name for path in tmp_path.glob("*/programs/x")] == ["2"]
+  (compile_cache.of_dry_run({"dim": 4}) / "programs").mkdir()
+  compile_cache.take_from_dry_run({"dim": 4}, tmp_path / "2")  # which has begun
+  assert (tmp_path / "2" / "programs" / "x").read_text() == "4"
+
+
 def test_compile_cache_by_default_is_in_the_run_folder(tmp_path, monkeypatch):
   folder = lambda setting: compile_cache.folder(setting, tmp_path)
   for of_jax, expected in ((None, str(tmp_path / "programs")), ("x", None)):

@@ -6,12 +6,14 @@ import struct
 import sys
 import threading
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tensorboardX.proto import event_pb2
 
+from lnssm_jax.files import user_cache
 from lnssm_jax.mixers import LNSSM, Mixer
 from train import trainer
 from train.cli.main import main
@@ -274,6 +276,11 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   assert "per step of 128 tokens" in lines["FLOPs"]
   assert "decay" not in lines
   assert not os.path.exists(cfg.run_dir)
+  kept = [path.name for path in user_cache.folder().glob("dry_run/*/programs/*-cache")]
+  assert main(["fit", "--config", config_file(cfg)]) == 0
+  names = [path.name for path in Path(cfg.run_dir, "programs").glob("*-cache")]
+  of_step = [name for name in names if name.rpartition("-")[0].rpartition("-")[0] in kept[0]]
+  assert kept == of_step  # compiled once
   too_many = ["--set", "mesh.data=3"]
   assert main(["fit", "--config", config_file(cfg), "--dry-run", *too_many]) == 2
 

@@ -1,6 +1,6 @@
 """`lnssm-train fit --dry-run`: checks a run and prints its memory and FLOPs.
 
-Writes no files, reads no text and initializes no parameters.
+Reads no text, initializes no parameters, and writes only programs, for the first start of the run.
 """
 
 from typing import Any
@@ -35,8 +35,10 @@ def describe(cfg: config.Train) -> None:
       the length of sequences; or the step needs more memory than a device has.
   """
   console = Console(quiet=not distributed.is_first())
-  # Nothing is written into the run folder.
-  programs = None if cfg.compile_cache == compile_cache.IN_RUN else cfg.compile_cache
+  programs = cfg.compile_cache
+  if programs == compile_cache.IN_RUN:  # there is none yet
+    kept = compile_cache.of_dry_run(config.to_dict(cfg))
+    programs = kept and compile_cache.folder(programs, kept)
   with compile_cache.at(programs):
     mesh = make_mesh(cfg)
     if buckets.is_bucket(cfg.run_dir):

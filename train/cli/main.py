@@ -17,7 +17,7 @@ EXAMPLES = """\
   lnssm-train fit --config configs/quickstart.py
   lnssm-train fit --config configs/quickstart.py --set steps=1000 --set run_dir=runs/longer
   lnssm-train fit --run-dir runs/longer --set steps=2000
-  lnssm-train fit --config configs/quickstart.py --dry-run --set compile_cache=programs
+  lnssm-train fit --config configs/quickstart.py --dry-run
   lnssm-train fit --config configs/longhorn.py:mamba-350m-4096 --dry-run
   lnssm-train evaluate --run-dir runs/quickstart
   lnssm-train generate --run-dir runs/quickstart --prompt 'def '

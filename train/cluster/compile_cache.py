@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 
+from lnssm_jax.files import user_cache
 from train.cluster import agreement, distributed, signatures
 
 IN_RUN = "run"  # as a folder: `programs` in the run folder
@@ -32,6 +34,33 @@ def folder(compile_cache: str | None, run_dir: str | Path) -> str | None:
   if compile_cache != IN_RUN:
     return compile_cache
   return None if jax.config.jax_compilation_cache_dir else str(Path(run_dir) / "programs")
+
+
+def of_dry_run(settings: Mapping[str, Any]) -> Path | None:
+  """An empty folder of this user for what a dry run of these settings compiles, or None.
+
+  It replaces those of other dry runs.
+  """
+  if distributed.count() == 1:
+    with contextlib.suppress(OSError, RuntimeError):
+      path = _of_dry_run(settings)
+      shutil.rmtree(path.parent, ignore_errors=True)
+      path.mkdir(mode=0o700, parents=True)
+      return path
+  return None
+
+
+def take_from_dry_run(settings: Mapping[str, Any], run_dir: str | Path) -> None:
+  """Moves what the last dry run compiled into a new run folder, if its settings are these."""
+  programs = Path(run_dir) / "programs"
+  if distributed.is_first() and not programs.exists():
+    with contextlib.suppress(OSError, RuntimeError, shutil.Error):
+      shutil.move(_of_dry_run(settings) / "programs", programs)
+
+
+def _of_dry_run(settings: Mapping[str, Any]) -> Path:
+  digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+  return user_cache.folder() / "dry_run" / digest
 
 
 @contextlib.contextmanager

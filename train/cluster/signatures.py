@@ -18,6 +18,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from lnssm_jax.files import user_cache
 from lnssm_jax.files.atomic import create, partial_name, replace_file, write_all
 from lnssm_jax.files.reading import read_bytes
 
@@ -120,11 +121,8 @@ def _signature(name: str, content: bytes) -> bytes:
 @functools.cache
 def _key() -> bytes:
   """The key of this user; of this process alone, if none can be kept."""
-  cache = os.environ.get("XDG_CACHE_HOME", "")
-  if not os.path.isabs(cache):  # as its specification says: a relative one is not to be used
-    cache = "~/.cache"
-  path = Path(cache).expanduser() / "lnssm_jax" / "key"
   try:
+    path = user_cache.folder() / "key"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not os.path.lexists(path):
       _create_key(path)
