@@ -66,7 +66,7 @@ def test_links_between_files_of_the_project_exist():
 
 
 def test_first_page_begins_as_the_readme_does():
-  """What it is, numbers, installation, an example, as they are there, and a picture."""
+  """Its sentence, numbers, installation and example are those of the README; it has a picture."""
   spec = importlib.util.spec_from_file_location("pages", ROOT / "scripts" / "notebook_pages.py")
   hook = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(hook)

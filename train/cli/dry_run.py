@@ -38,7 +38,7 @@ def describe(cfg: config.Train) -> None:
   programs = cfg.compile_cache
   if programs == compile_cache.IN_RUN:  # there is none yet
     kept = compile_cache.of_dry_run(config.to_dict(cfg))
-    programs = kept and compile_cache.folder(programs, kept)
+    programs = compile_cache.folder(programs, kept) if kept else None
   with compile_cache.at(programs):
     mesh = make_mesh(cfg)
     if buckets.is_bucket(cfg.run_dir):
