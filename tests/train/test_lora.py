@@ -66,7 +66,7 @@ def test_lora_equals_training_the_factors(options):
 def test_lora_begins_with_factors_of_its_seed_apart_for_each_matrix():
   """A is normal with variance 1 / in, of 128 and 512; B is zero."""
   kernels = {f"{name}_proj": {"kernel": jnp.zeros((2, rows, 4))} for name, rows in
-             (("q", 128), ("k", 128), ("v", 512))}  # fmt: skip
+             (("q", 128), ("k", 128), ("v", 512), ("Q", 64))}  # fmt: skip
 
   def begun(seed, **names):
     settings = Optimizer(**OPTIONS, lora_rank=16, **names)

@@ -93,6 +93,8 @@ def test_loss_value_without_gradient_same():
   alone = next_token_loss(*args, chunk=12, logit_penalty=1e-4)
   penalized, _, _ = loss_and_gradients(args, chunk=12, logit_penalty=1e-4)
   np.testing.assert_allclose(alone[:3], penalized[:3], rtol=1e-6)
+  sharded = next_token_loss(*args, chunk=12, logit_penalty=1e-4, vocab_axis="tensor")
+  np.testing.assert_allclose(sharded[:3], penalized[:3], rtol=1e-6)  # without a gather
 
 
 def test_loss_penalty_gradient_matches_definition():
@@ -180,6 +182,20 @@ def test_loss_bfloat16_accumulates_in_float32():
   products = [line for line in text.splitlines() if "dot_general" in line]
   assert len(products) == 3  # logits once, and one per gradient
   assert text.count("preferred_element_type=float32") == 3
+
+
+def test_loss_bfloat16_rounds_each_gradient_once():
+  """With the identity as head, the gradient by the hidden states is that by the logits."""
+  T, cap, eye = 12, 0.7, np.eye(VOCAB)
+  rng = np.random.default_rng(2)
+  hidden = jnp.asarray(rng.normal(size=(B, T, VOCAB)), jnp.bfloat16)
+  _, _, targets, weights = inputs(T)
+  bounded = np.tanh(np.asarray(hidden, np.float64) / cap)
+  want = direct(cap * bounded, eye, targets, weights)[2] * (1 - bounded**2)
+  args = hidden, jnp.asarray(eye, jnp.float32), targets, weights
+  _, d_hidden, d_head = loss_and_gradients(args, chunk=B * T, soft_cap=cap)
+  assert (np.asarray(d_hidden) == want.astype(jnp.bfloat16)).mean() > 0.99
+  assert (d_head == d_head.astype(jnp.bfloat16)).mean() < 0.1  # float32 of one chunk
 
 
 def test_loss_positions_of_weight_zero_ignored():
