@@ -6,9 +6,9 @@ FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on 
 short convolution, and not the recurrence, makes the differences between mixers. Each mixer stands
 in the same block, 6 layers of 512 with SwiGLU of 1,408 and a norm after the embedding, without its
 own token shift or convolution: with none at all, or all with the same one of its input, over four
-tokens (`experiments/convolved.py`). GLA is also there without that norm, where few first tokens
-have most of its gradient (docs/performance.md), and so with a larger eps of its own. 5.12M tokens
-per run. The rate is chosen by seed 0 alone, of three rates and more at an edge; the result is of
+tokens (`experiments/convolved.py`). GLA is also there as in `lm_sse.py`, where few first
+tokens have most of its gradient (docs/performance.md), and so with a larger eps. 5.12M tokens per
+run. The rate is chosen by seed 0 alone, of three rates and more at an edge; the result is of
 seeds 1 to 6: 644M tokens.
 Measured: nothing yet.
 """
@@ -23,8 +23,8 @@ from train.config import Train
 from train.sweeps import Plot, grid
 
 convolved.register()
-# Without a norm after the embedding, and without a convolution; one with a larger eps of its own.
-STARTS = {"gla-no-norm": {}, "gla-no-norm-eps": {"norm_eps": 1e-2}}
+# As in `lm_sse.py`: no norm after the embedding, GPT-2's start; one with a larger eps of its norm.
+STARTS = {"gla-gpt2": {}, "gla-gpt2-eps": {"norm_eps": 1e-2}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "gla": ("gla", {}),
   "mamba2": ("mamba2", {"conv_size": None}),
@@ -44,11 +44,14 @@ def make(model: str, convolution: str) -> Train | None:
     return None
   cfg = lm_sse.make("gla")
   mixer, options = MODELS[model]
-  given = {"inner": mixer, "options": options, "conv_size": CONVOLUTIONS[convolution]}
-  changes: dict[str, Any] = {"mixer": convolved.Convolved.name, "mixer_options": given}
+  changes: dict[str, Any] = {"mixer": mixer, "mixer_options": options, "embedding_norm": False}
+  if model not in STARTS:
+    given = {"inner": mixer, "options": options, "conv_size": CONVOLUTIONS[convolution]}
+    name = convolved.Convolved.name
+    changes = {"mixer": name, "mixer_options": given, "embedding_norm": True}
   cfg = dataclasses.replace(
     cfg,
-    model=dataclasses.replace(cfg.model, **changes, embedding_norm=model not in STARTS),
+    model=dataclasses.replace(cfg.model, **changes),
     optimizer=dataclasses.replace(cfg.optimizer, schedule="cosine", final_lr=6e-5),
   )
   return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
