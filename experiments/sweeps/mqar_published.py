@@ -10,8 +10,8 @@ tries three rates and more at an edge; the result is of seeds 1 to 3 at its best
 
 Differences from the paper: 64 wide only, and two of its four tasks; one seed chooses the rate; the
 cosine falls per step; products are in bfloat16, for which the scans have kernels.
-Measured: softmax attention of 4 pairs, which solves them in 3 of 3 runs after 390 to 8,580 steps
-(experiments/results/recall.md); nothing else is finished.
+Measured: 4 pairs in 64 tokens (experiments/results/recall_published.md): attention, Longhorn and
+Mamba solve them in 3 of 3 runs, RWKV-4, Based and Hyena have 0.81 to 0.88, BaseConv a guess.
 """
 
 import dataclasses
