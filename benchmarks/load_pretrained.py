@@ -12,8 +12,9 @@ Reading is `np.fromfile` of every file. Loading includes checks of the folder an
 Before its clock starts, each process takes and frees as much memory as the
 files have bytes: a virtual machine may first have to get it from its host. Memory is the most
 resident memory above that after the imports; pages of a memory-mapped file, which belong to the
-page cache, are counted apart. `load_peak_ratio` and, with generation, `peak_ratio` are the most of both, of the whole process, over the
-bytes of the files; on a CPU the parameters, which stay there, are among it.
+page cache, are counted apart. `load_peak_ratio` and, with generation, `peak_ratio` are the most of
+both, of the whole process, over the bytes of the files; on a CPU the parameters, which stay there,
+are among it.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import numpy as np
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.models import Block, LanguageModel, layers
 from lnssm_jax.models.embedding import check_ids, check_tokens
+from lnssm_jax.models.options import NONE, pattern_of
 from lnssm_jax.ops.core.checks import check_shape
 from lnssm_jax.ops.core.halo import step_positions
 
@@ -77,6 +78,11 @@ def check_model(model: Any) -> None:
       f"{_NAME}: model is a {type(model).__name__}; give a LanguageModel (such as the `model` of "
       "what `load_model` returns) with tokens [B, T], or a mixer with x [B, T, D]."
     )
+  if isinstance(model, LanguageModel) and NONE in pattern_of(model.config.mixer):
+    raise ValueError(
+      f"{_NAME}: model has layers without a mixer, mixer='none', which remember nothing; give the"
+      " mixer of one layer, model.layer(number).mixer."
+    )
 
 
 def checked_inputs(model: Any, inputs: Any, segment_ids: Any = None) -> jax.Array:
@@ -132,9 +138,8 @@ def _of_block(stack: Block, turn, x, values, segment_ids, *, function, options):
   block = layers.with_first_values(jax.tree.map(lambda leaf: leaf[turn], stack), values)
   if x is None:
     return function(block.mixer, None, segment_ids, *options), None
-  normed, _ = block.mixer_norm.add(x, None, block.dtype)
   after, _ = block(x, None, segment_ids)
-  return function(block.mixer, normed, segment_ids, *options), after
+  return function(block.mixer, block.of_mixer(x), segment_ids, *options), after
 
 
 @jax.jit

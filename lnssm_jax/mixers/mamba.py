@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from lnssm_jax.mixers.common.checks import (
   check_groups,
   check_norm_eps,
   check_positive,
+  check_width,
 )
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.norms import RMSNorm
@@ -218,7 +220,7 @@ class Mamba2Block[State](Mixer[State]):
     self,
     dim: int,
     *,
-    expand: int = 2,
+    expand: float = 2,
     head_dim: int = 64,
     state_dim: int = 128,
     num_groups: int = 1,
@@ -228,6 +230,7 @@ class Mamba2Block[State](Mixer[State]):
     norm_order: str = "gate_first",
     min_step: float = 0.0,
     max_step: float | None = None,
+    part_scales: Sequence[float] | None = None,
     num_layers: int = 1,
     norm_eps: float = 1e-5,
     dtype=jnp.float32,
@@ -235,7 +238,7 @@ class Mamba2Block[State](Mixer[State]):
     rngs: nnx.Rngs,
   ):
     self.dim, self.dtype = check_positive("dim", dim), jnp.dtype(dtype)
-    self.inner_dim = E = check_positive("expand", expand) * dim
+    self.inner_dim = E = check_width("expand", expand, "dim", dim)
     self.head_dim = check_positive("head_dim", head_dim)
     self.state_dim = N = check_positive("state_dim", state_dim)
     check_positive("num_layers", num_layers)
@@ -255,6 +258,11 @@ class Mamba2Block[State](Mixer[State]):
         "negative, and min_step at most max_step."
       )
     self.min_step, self.max_step = min_step, max_step
+    if part_scales is not None and len(part_scales) != 5:
+      raise ValueError(
+        f"part_scales={tuple(part_scales)} must be five numbers, of z, x, b, c and dt."
+      )
+    self.part_scales = None if part_scales is None else tuple(map(float, part_scales))
 
     def linear(inputs, outputs, gain=1.0):
       init, bias_init = uniform_fan_in(inputs, gain=gain), "zeros" if use_bias else None
@@ -279,6 +287,10 @@ class Mamba2Block[State](Mixer[State]):
     G, H = self.num_groups, self.num_heads
     conv, recurrent = state if state is not None else (None, None)
     z, inner, bc, dt, *more = split_linear(self.in_proj, x, self.widths)
+    if self.part_scales is not None:
+      of_z, of_x, of_b, of_c, of_dt = self.part_scales
+      of_bc = jnp.repeat(jnp.array([of_b, of_c], bc.dtype), bc.shape[-1] // 2)
+      z, inner, bc, dt = z * of_z, inner * of_x, bc * of_bc, dt * of_dt
     parts = [inner.astype(self.dtype), bc.astype(self.dtype)]
     (inner, bc), conv = self.conv.of_parts(parts, conv, segment_ids)
     b, c = jnp.split(bc, 2, axis=-1)
@@ -351,6 +363,7 @@ class Mamba2(Mamba2Block[Mamba2State]):
       calls norm_before_gate; "none" for y_t * silu(z_t).
     min_step, max_step: the range to which dt_t is clipped (mamba-ssm's `dt_limit`, transformers'
       `time_step_limit`); None for no upper bound.
+    part_scales: factors of z_t, of x, b and c in u', and of dt' (Falcon-H1); None for 1.
     num_layers: of the model; W_o starts as that of a linear layer, divided by sqrt(num_layers).
     norm_eps: eps of the norm, under the root.
     dtype: of the projections and of x, b, c; dt, decays, norm, state and sums are float32.

@@ -13,7 +13,7 @@ from lnssm_jax.mixers.common.capacity import check_capacity, nan_beyond
 from lnssm_jax.mixers.common.checks import check_choice, check_positive, check_soft_cap
 from lnssm_jax.mixers.common.latents import Latents
 from lnssm_jax.mixers.common.norms import RMSNorm, RMSNormFromZero
-from lnssm_jax.mixers.common.projections import Linear, split_heads
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads
 from lnssm_jax.mixers.common.qkv import QKVMixer
 from lnssm_jax.ops import AttentionState, attention, rotary_embedding
 from lnssm_jax.ops.attention.cache import advance
@@ -30,6 +30,7 @@ QK_NORMS: dict[Any, Any] = {
   True: RMSNorm,
   "rms": RMSNorm,
   "rms_from_zero": RMSNormFromZero,
+  "rms_of_all": RMSNorm,
 }
 
 
@@ -82,7 +83,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
       `lnssm_jax.ops.rotary_embedding`. None for none. "dynamic" needs a `max_length` of at most its
       original_length.
     qk_norm: RMSNorm of each head's queries and keys before the rotation, with a scale [K] for each:
-      True or "rms", or "rms_from_zero" with 1 + scale; False for none.
+      True or "rms", or "rms_from_zero" with 1 + scale; "rms_of_all" norms those of all heads
+      together, with scales [H K] and [kv heads K] (OLMo 2); False for none.
     norm_eps: eps of these norms, under the root.
     scale: of the scores; None means K^(-1/2).
     soft_cap: c, with which a score s becomes c tanh(s / c) before the softmax; None for none.
@@ -189,8 +191,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
           "in longer sequences every rotation depends on their length."
         )
     check_choice("qk_norm", qk_norm, QK_NORMS)
-    norm = lambda: QK_NORMS[qk_norm](self.key_dim, eps=norm_eps, param_dtype=param_dtype)
-    self.q_norm, self.k_norm = (norm(), norm()) if qk_norm else (None, None)
+    heads = (num_heads, self.num_kv_heads) if qk_norm == "rms_of_all" else (1, 1)
+    norm = lambda n: QK_NORMS[qk_norm](n * self.key_dim, eps=norm_eps, param_dtype=param_dtype)
+    self.q_norm, self.k_norm = map(norm, heads) if qk_norm else (None, None)
+    self.norms_all = qk_norm == "rms_of_all"
     gate = lambda: Linear(
       dim,
       num_heads * self.value_dim,
@@ -258,7 +262,9 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     if self.latents is None:
       q, k, v = self._queries_keys_values(x)
       if self.q_norm is not None and self.k_norm is not None:
-        q, k = self.q_norm(q), self.k_norm(k)
+        of_all = lambda norm, x: norm(merge_heads(x)).reshape(x.shape)
+        normed = of_all if self.norms_all else lambda norm, x: norm(x)
+        q, k = normed(self.q_norm, q), normed(self.k_norm, k)
       q, k = self._rotated(q, positions), self._rotated(k, positions)
       y, cache = run(*(z.astype(self.dtype) for z in (q, k, v)), initial_state=state)
     else:

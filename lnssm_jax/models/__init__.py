@@ -27,6 +27,7 @@ _HOMES = {
   "cross_attention": ("CrossAttention",),
   "language_model": ("LanguageModel",),
   "layers": ("REMAT_POLICIES", "aux_loss"),
+  "parallel": ("Parallel",),
   "settings": ("count_parameters",),
   "vision_model": ("VisionModel",),
 }
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
   from lnssm_jax.models.language_model import LanguageModel as LanguageModel
   from lnssm_jax.models.layers import REMAT_POLICIES as REMAT_POLICIES
   from lnssm_jax.models.layers import aux_loss as aux_loss
+  from lnssm_jax.models.parallel import Parallel as Parallel
   from lnssm_jax.models.settings import count_parameters as count_parameters
   from lnssm_jax.models.vision_model import VisionModel as VisionModel
 else:

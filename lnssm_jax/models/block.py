@@ -15,7 +15,8 @@ from lnssm_jax.models.bidirectional import SHARED, Bidirectional
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS, MixtureOfExperts
 from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
-from lnssm_jax.models.options import mixer_class
+from lnssm_jax.models.options import NONE, mixer_class
+from lnssm_jax.models.parallel import Parallel
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -39,6 +40,14 @@ def make_mixer(
   """Builds a mixer; it is given those of `num_heads`, `layer` and `num_layers` that it takes."""
   cls = mixer_class(mixer)
   place = {"num_heads": num_heads, "layer": layer, "num_layers": num_layers}
+  if cls is Parallel:
+    named = ("dtype", "param_dtype", "rngs")
+    shared: dict[str, Any] = place | {name: options.pop(name) for name in named}
+    parts = {
+      name: make_mixer(name, dim, **(shared | dict(own)))
+      for name, own in options.pop("mixers").items()
+    }
+    return Parallel(parts, **options)
   taken = {name: place[name] for name in cls.set_by_model if place[name] is not None}
   build: Any = cls
   return build(dim, **taken, **options)
@@ -47,13 +56,15 @@ def make_mixer(
 class Block(nnx.Module):
   """x + mixer(norm(x)), then x + channel_mixer(norm(x)): [B, T, D] -> [B, T, D] in `dtype`.
 
-  With the channel mixer "none" the block ends after the mixer. A setting `num_heads` in the mixer's
+  A mixer or channel mixer "none" leaves its branch out, with its norm; norm_place "after" is
+  x + norm(mixer(x)), and so for the channel mixer. A setting `num_heads` in the mixer's
   options goes before that of the model. With `matrix_std` kernels of the MLP, and of a mixer that
   starts as its model does, are normal numbers of this size (`redraw`).
 
   Args:
     config: settings of the model; `mixer` and `mixer_options` are those given here.
-    mixer: a name in `MIXERS` or a class.
+    mixer: a name in `MIXERS` or a class, "parallel" or "none".
+    channel_mixer, norm_place: those of this layer; None takes the config's.
     layer: counted from 0.
     sequence_axis: as in `LanguageModel`.
   """
@@ -65,6 +76,8 @@ class Block(nnx.Module):
     mixer: str | type[Mixer],
     mixer_options: Mapping[str, Any],
     layer: int | jax.Array,
+    channel_mixer: str | None = None,
+    norm_place: str = "before",
     matrix_std: float | None = None,
     sequence_axis: str | None = None,
     rngs: nnx.Rngs,
@@ -74,14 +87,18 @@ class Block(nnx.Module):
     dtypes = {"dtype": dtype, "param_dtype": param_dtype}
     of_norm = {"eps": config.norm_eps, "param_dtype": param_dtype, "rngs": rngs}
     new_norm = lambda: NORMS[config.norm](dim, **of_norm)
-    self.mixer_norm = new_norm()
+    self.norm_after = norm_place == "after"
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     own: dict[str, Any] = {"num_heads": config.num_heads} | dict(mixer_options)
     new = lambda: make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
     both = getattr(config, "direction", "causal") == "both"
-    mixes: Any = Bidirectional(new, shared=SHARED) if both else new()
+    self.mixer_norm = None if mixer == NONE else new_norm()
+    mixes: Any = None
+    if mixer != NONE:
+      mixes = Bidirectional(new, shared=SHARED) if both else new()
     self.mixer = mixes
-    if (channel_mixer_class := CHANNEL_MIXERS[config.channel_mixer]) is None:
+    chosen: Any = config.channel_mixer if channel_mixer is None else channel_mixer
+    if (channel_mixer_class := CHANNEL_MIXERS[chosen]) is None:
       self.channel_norm = self.channel_mixer = None
     else:
       self.channel_norm = new_norm()
@@ -90,16 +107,17 @@ class Block(nnx.Module):
       given |= config.channel_mixer_options
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
-      branches = 1 if self.channel_mixer is None else 2
+      branches = sum(branch is not None for branch in (mixes, self.channel_mixer))
       normal = nnx.initializers.normal
       usual, smaller = normal(matrix_std), normal(matrix_std / math.sqrt(branches * num_layers))
-      if mixes.starts_as_model:
+      if mixes is not None and mixes.starts_as_model:
         last = smaller if mixes.output_starts_smaller else usual
         redraw(self.mixer, usual, output_init=last, rngs=rngs)
       if self.channel_mixer is not None and not isinstance(self.channel_mixer, Mixer):
         redraw(self.channel_mixer, usual, output_init=smaller, rngs=rngs)
     if sequence_axis is not None:
-      shard_time(self.mixer, sequence_axis)
+      if mixes is not None:
+        shard_time(mixes, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):
         shard_time(self.channel_mixer, sequence_axis)
     self.residual_dropout = config.residual_dropout
@@ -136,24 +154,39 @@ class Block(nnx.Module):
     dropout: LayerDropout | None = None,
   ) -> tuple[jax.Array, BlockState, Aux | None]:
     """The same call with the auxiliary output of mixer and experts, None if there is none."""
-    return self._run(self.mixer.with_aux, x, state, segment_ids, dropout)
+    mix = None if self.mixer is None else self.mixer.with_aux
+    return self._run(mix, x, state, segment_ids, dropout)
+
+  def of_mixer(self, x: jax.Array) -> jax.Array:
+    """The input of the mixer, [B, T, D], of that of the block."""
+    return self._input(self.mixer_norm, x, None)[0]
+
+  def _input(self, norm, x, added):
+    """(the input of a branch, x + added)."""
+    if not self.norm_after:
+      return norm.add(x, added, self.dtype)
+    x = x if added is None else x + added
+    return x, x
 
   def _run(self, mix, x, state, segment_ids, dropout):
-    def branch(y, place):
+    def branch(y, norm, place):
       rate, axis = self.residual_dropout, self.sequence_axis
+      y = norm(y, dtype=self.dtype) if self.norm_after else y
       y = y if self.residual_scale == 1 else y * self.residual_scale
       return y if dropout is None else dropout.branch(y, place, rate, axis)
 
     key = None if dropout is None else dropout.in_mixer()
     of_mixer, of_channel = state if state is not None else (None, None)
-    with jax.named_scope("mixer"):
-      y, x = self.mixer_norm.add(x, None, self.dtype)
-      y, of_mixer, aux = mix(y, of_mixer, segment_ids, dropout_key=key)
-      y = branch(y, AFTER_MIXER)
-    if self.channel_mixer is None or self.channel_norm is None:
+    y, aux = None, None  # the output of a branch, which the next norm or the end adds to x
+    if self.mixer is not None:
+      with jax.named_scope("mixer"):
+        y, x = self._input(self.mixer_norm, x, None)
+        y, of_mixer, aux = mix(y, of_mixer, segment_ids, dropout_key=key)
+        y = branch(y, self.mixer_norm, AFTER_MIXER)
+    if self.channel_mixer is None:
       return x + y, BlockState(of_mixer, None), aux
     with jax.named_scope("channel_mixer"):
-      y, x = self.channel_norm.add(x, y, self.dtype)
+      y, x = self._input(self.channel_norm, x, y)
       if isinstance(self.channel_mixer, Mixer):
         y, of_channel = self.channel_mixer(y, of_channel, segment_ids)
       elif isinstance(self.channel_mixer, MixtureOfExperts):
@@ -161,5 +194,5 @@ class Block(nnx.Module):
         aux = joined(aux, of_experts)
       else:
         y = self.channel_mixer(y)
-      y = branch(y, AFTER_CHANNEL_MIXER)
+      y = branch(y, self.channel_norm, AFTER_CHANNEL_MIXER)
     return x + y, BlockState(of_mixer, of_channel), aux

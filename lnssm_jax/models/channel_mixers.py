@@ -45,13 +45,15 @@ ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu": exact_gelu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+  "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al. 2021)
 }
 
 
 class GPT2MLP(nnx.Module):
   """W_down gelu(W_up x) with the exact (erf) GELU, a hidden width of 4 D, and no biases.
 
-  GPT-2's own code has use_bias=True and activation="gelu_tanh".
+  GPT-2's own code has use_bias=True and activation="gelu_tanh", Nemotron-H
+  activation="squared_relu".
 
   Args:
     dim: D.
@@ -105,6 +107,7 @@ class GatedMLP(nnx.Module):
     hidden: the number of hidden channels; None takes the class's own.
     use_bias: whether the three projections have biases, zero at first.
     activation: a name in `ACTIVATIONS`; None takes the class's own.
+    gate_scale, output_scale: factors of W_gate x, with its bias, and of the output (Falcon-H1).
   """
 
   usual_width: Callable[[int], int]
@@ -118,11 +121,14 @@ class GatedMLP(nnx.Module):
     hidden: int | None = None,
     use_bias: bool = False,
     activation: str | None = None,
+    gate_scale: float = 1.0,
+    output_scale: float = 1.0,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     check_rngs(type(self).__name__, rngs)
+    self.gate_scale, self.output_scale = gate_scale, output_scale
     hidden = _width(dim, hidden, self.usual_width)
     activation = self.usual_activation if activation is None else activation
     self.activation = check_choice("activation", activation, ACTIVATIONS)
@@ -147,8 +153,10 @@ class GatedMLP(nnx.Module):
       gate, up = both[..., 0], both[..., 1]
       if self.gate.bias is not None:
         gate, up = (y + layer.bias[...] for y, layer in ((gate, self.gate), (up, self.up)))
+    gate = gate if self.gate_scale == 1 else gate * self.gate_scale
     hidden = ACTIVATIONS[self.activation](gate) * up
-    return self.down(hidden.astype(self.dtype))
+    y = self.down(hidden.astype(self.dtype))
+    return y if self.output_scale == 1 else y * self.output_scale
 
 
 class SwiGLU(GatedMLP):

@@ -15,7 +15,8 @@ class LayersConfig:
   Attributes:
     mixer: a name in `lnssm_jax.mixers.MIXERS`, or a subclass of `lnssm_jax.mixers.Mixer`; or
       several, a pattern that the layers repeat: with ("rg_lru", "rg_lru",
-      "sliding_window_attention") every third layer is attention.
+      "sliding_window_attention") every third layer is attention. "none" is a layer without one,
+      and "parallel" the sum of several (`models.Parallel`).
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
       a dictionary of them by the mixer's name, or the name of its class. A mixer's own `num_heads`
       may be among them.
@@ -67,7 +68,10 @@ class ModelConfig(LayersConfig):
   """Settings of a `LanguageModel`.
 
   Attributes:
-    channel_mixer: a name in `CHANNEL_MIXERS`.
+    channel_mixer: a name in `CHANNEL_MIXERS`; or a pattern as long as that of `mixer`, of one name
+      and "none".
+    norm_place: where the norm of a branch stands: "before" it, x + f(norm(x)), or "after" it,
+      x + norm(f(x)); or a pattern as long as that of `mixer`.
     channel_hidden: its number of hidden channels; None takes its default.
     channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
     embedding_norm: whether a norm follows the embedding.
@@ -95,7 +99,9 @@ class ModelConfig(LayersConfig):
   """
 
   vocab_size: int  # that of the tokenizer or more
-  channel_mixer: str = "gpt2"  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...
+  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...; or a pattern of one of them and "none".
+  channel_mixer: str | tuple[str, ...] = "gpt2"
+  norm_place: str | tuple[str, ...] = "before"  # of each branch, or "after"; or a pattern of both
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`
   # Further keyword arguments of `channel_mixer`.
   channel_mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)

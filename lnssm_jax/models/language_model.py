@@ -17,7 +17,7 @@ from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.embedding import Head, check_ids, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
-from lnssm_jax.models.options import configured, options_by_mixer, pattern_of
+from lnssm_jax.models.options import configured, options_by_mixer, pattern_of, table_of
 from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
@@ -80,18 +80,20 @@ class LanguageModel(nnx.Module):
         normal(rngs.params(), (config.learned_positions, dim), param_dtype)
       )
 
-    def block(mixer, key, layer):
+    def block(row, key, layer):
       return Block(
         config,
-        mixer=mixer,
-        mixer_options=options[mixer],
+        mixer=row.mixer,
+        mixer_options=options[row.mixer],
+        channel_mixer=row.channel_mixer,
+        norm_place=row.norm_place,
         layer=layer,
         matrix_std=start.matrix_std,
         sequence_axis=sequence_axis,
         rngs=nnx.Rngs(key),
       )
 
-    self.blocks = layers.make_blocks(block, pattern, config.num_layers, rngs.params())
+    self.blocks = layers.make_blocks(block, table_of(config), config.num_layers, rngs.params())
     self.norm = new_norm()
     if config.tie_embeddings:
       self.head = None

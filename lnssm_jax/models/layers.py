@@ -48,15 +48,15 @@ class PositionedStates(NamedTuple):
 
 
 def make_blocks(
-  build: Callable[[str | type[Mixer], jax.Array, jax.Array], Block],
-  pattern: Sequence[str | type[Mixer]],
+  build: Callable[[Any, jax.Array, jax.Array], Block],
+  pattern: Sequence[Any],
   num_layers: int,
   key: jax.Array,
 ) -> Any:
   """A stacked `Block`, or for a longer pattern a dictionary of them by place, "0", "1", ...
 
   Args:
-    build: makes the block of (mixer, key, layer); it runs under `vmap`.
+    build: makes the block of (element of the pattern, key, layer); it runs under `vmap`.
   """
   keys, numbers = jax.random.split(key, num_layers), jnp.arange(num_layers)
   period = len(pattern)
@@ -167,8 +167,7 @@ def first_values(
   """
   if not hasattr(block.mixer, "first_values"):
     return None
-  normed, _ = block.mixer_norm.add(x, None, block.dtype)
-  return block.mixer.values(normed, None if state is None else state.mixer, segment_ids)
+  return block.mixer.values(block.of_mixer(x), None if state is None else state.mixer, segment_ids)
 
 
 def with_first_values(block: Block, values: jax.Array | None) -> Block:
@@ -205,7 +204,8 @@ def max_length(blocks: Any) -> int | None:
 
 def have_dropout(blocks: Any) -> bool:
   """Whether a block drops values of branches, or its mixer attention probabilities."""
-  return any(stack.residual_dropout or stack.mixer.attention_dropout for stack in _stacks(blocks))
+  mixers = lambda stack: getattr(stack.mixer, "attention_dropout", 0)  # None: no mixer
+  return any(stack.residual_dropout or mixers(stack) for stack in _stacks(blocks))
 
 
 def check_both_ways(blocks: Any) -> None:
@@ -226,7 +226,7 @@ def tied(blocks: Any) -> Any:
   stacks = _stacks(blocks)
   places: dict[type[Mixer], list[int]] = {}
   for place, stack in enumerate(stacks):
-    if stack.mixer.tied is not None:
+    if getattr(stack.mixer, "tied", None) is not None:
       places.setdefault(type(stack.mixer), []).append(place)
   for kind, where in places.items():
     mixers = [stacks[place].mixer for place in where]

@@ -22,7 +22,11 @@ from lnssm_jax.mixers.common.checks import (
   check_soft_cap,
 )
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
+from lnssm_jax.models.parallel import Parallel
 from lnssm_jax.ops.core.dropout import check_rate
+
+NONE = "none"  # a layer without a mixer, or without a channel mixer
+NORM_PLACES = ("before", "after")
 
 # Arguments of a mixer that the model alone sets.
 _SET_BY_MODEL = {"dim", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
@@ -40,6 +44,9 @@ def normal(config: Any) -> dict[str, Any]:
     found[name] = jnp.dtype(given).name
   if not isinstance(config.mixer, str | type):
     found["mixer"] = pattern_of(config.mixer)
+  for name in ("channel_mixer", "norm_place"):
+    if isinstance(given := getattr(config, name, ""), list | tuple):
+      found[name] = tuple(given) if len(set(given)) > 1 else given[0]
   for name in ("mixer_options", "channel_mixer_options"):
     if isinstance(options := getattr(config, name, {}), Mapping | None):
       found[name] = dict(options or {})
@@ -65,7 +72,8 @@ def check(config: Any) -> None:
   options_by_mixer(pattern, config.mixer_options, config.dim, config.num_heads)
   if not hasattr(config, "channel_mixer"):
     return
-  check_channel_mixer(config.channel_mixer, config.channel_hidden, config.channel_mixer_options)
+  channel = _check_table(config, pattern)
+  check_channel_mixer(channel, config.channel_hidden, config.channel_mixer_options)
   if not hasattr(config, "vocab_size"):
     return
   check_soft_cap("logit_soft_cap", config.logit_soft_cap)
@@ -74,6 +82,49 @@ def check(config: Any) -> None:
       "initialization='lnssm' starts with an embedding of tiny numbers, and embedding_norm=False "
       "leaves them so: the model would start silent. Use 'gpt2', or embedding_norm=True."
     )
+
+
+class Layer(typing.NamedTuple):
+  """A layer of a model: a row of the table that its pattern is."""
+
+  mixer: str | type[Mixer]
+  channel_mixer: str
+  norm_place: str
+
+
+def table_of(config: Any) -> tuple[Layer, ...]:
+  """The layers that a model's pattern repeats."""
+  pattern = pattern_of(config.mixer)
+  column = lambda given: (given,) * len(pattern) if isinstance(given, str) else given
+  columns = column(config.channel_mixer), column(getattr(config, "norm_place", "before"))
+  return tuple(Layer(*row) for row in zip(pattern, *columns, strict=True))
+
+
+def _check_table(config: Any, pattern: Sequence[Any]) -> str:
+  """Checks the columns of `table_of`; returns the one channel mixer that there is, or "none"."""
+  for name, known in (("channel_mixer", CHANNEL_MIXERS), ("norm_place", NORM_PLACES)):
+    given = getattr(config, name, "before")
+    several = (given,) * len(pattern) if isinstance(given, str) else given
+    for value in several:
+      check_choice(name, value, known)
+    if len(several) != len(pattern):
+      raise ValueError(
+        f"{name}={given!r} has {len(several)} layers and mixer={config.mixer!r} has {len(pattern)};"
+        " give a pattern as long as that of mixer, or one name for all layers."
+      )
+  table = table_of(config)
+  if any(row.mixer == NONE and row.channel_mixer == NONE for row in table):
+    raise ValueError(
+      f"mixer={config.mixer!r}, channel_mixer={config.channel_mixer!r}: a layer has neither a mixer"
+      " nor a channel mixer; give it one."
+    )
+  kinds = sorted({row.channel_mixer for row in table} - {NONE})
+  if len(kinds) > 1:
+    raise ValueError(
+      f"channel_mixer={config.channel_mixer!r} has {' and '.join(kinds)}, but channel_hidden and"
+      " channel_mixer_options are of one; use one of them, and 'none' for layers without."
+    )
+  return kinds[0] if kinds else NONE
 
 
 @functools.cache
@@ -143,6 +194,8 @@ def mixer_class(mixer: str | type[Mixer]) -> type[Mixer]:
       f"mixer={mixer.__name__} is not a subclass of lnssm_jax.mixers.Mixer; derive it from that "
       "class, or give a name in lnssm_jax.mixers.MIXERS."
     )
+  if mixer == "parallel":
+    return Parallel
   note = " Register a mixer of your own first: lnssm_jax.mixers.register(name, Class)."
   return MIXERS[check_choice("mixer", mixer, MIXERS, note=note)]
 
@@ -166,6 +219,25 @@ def check_mixer(
         check_heads(dim, num_heads)
     elif parameters["num_heads"].default is inspect.Parameter.empty:
       raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
+  if cls is Parallel:
+    _check_parallel(options, dim, num_heads)
+
+
+def _check_parallel(options: Mapping[str, Any], dim: int, num_heads: int | None) -> None:
+  """Checks the mixers side by side and the names that have scales."""
+  mixers = options.get("mixers", {})
+  if len(mixers) < 2 or not set(mixers) <= set(MIXERS):
+    raise ValueError(
+      f"mixer_options of 'parallel': mixers={mixers!r:.80} must have the options of two or more"
+      " mixers by name, such as {'mamba2': {}, 'softmax_attention': {}}."
+    )
+  for name, own in mixers.items():
+    if not isinstance(own, Mapping):
+      raise ValueError(f"mixer_options of 'parallel': {name}={own!r:.80} is no dictionary.")
+    check_mixer(name, own, dim, num_heads)
+  for scales in ("input_scales", "output_scales"):
+    for name in options.get(scales) or {}:
+      check_choice(f"mixer_options of 'parallel': {scales}", name, mixers)
 
 
 def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping[str, Any]) -> None:
@@ -226,8 +298,11 @@ def options_by_mixer(
   if len(pattern) > 1:
     for name in options:
       check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
-  by_mixer = {}
+  by_mixer: dict[str | type[Mixer], dict[str, Any]] = {}
   for mixer in dict.fromkeys(pattern):
+    if mixer == NONE:
+      by_mixer[mixer] = {}
+      continue
     own = options if len(pattern) == 1 else options.get(mixer_name(mixer), {})
     if not isinstance(own, Mapping):
       raise ValueError(

@@ -14,7 +14,8 @@ from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.language_model import LanguageModel
-from lnssm_jax.models.options import mixer_class, mixer_name, pattern_of
+from lnssm_jax.models.options import NONE, mixer_class, mixer_name, pattern_of
+from lnssm_jax.models.parallel import Parallel
 
 type Settings = ModelConfig | Mapping[str, Any]
 
@@ -95,28 +96,23 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
   dim, heads = values["dim"], values["num_heads"]
   mixer, options = values["mixer"], dict(values["mixer_options"] or {})
   pattern = [mixer] if isinstance(mixer, str | type) else list(mixer)
-  classes = [mixer_class(x) for x in pattern]
   if values["embedding_scale"] is None:
     values["embedding_scale"] = 1.0
   if values["norm_eps"] is not None:
     values["norm_eps"] = float(values["norm_eps"])
   values["mixer"] = [mixer_name(x) for x in pattern]
   values["mixer_options"], values["num_heads"] = {}, None
-  for place, (name, cls) in enumerate(zip(pattern, classes, strict=True)):
+  for place, name in enumerate(pattern):
     own = options if len(pattern) == 1 else options.get(mixer_name(name), {})
-    H = own.get("num_heads", heads) if "num_heads" in cls.set_by_model else None
+    own, H = _complete_mixer(name, own, dim, heads)
     values["num_heads"] = values["num_heads"] or H
-    own = _defaults(cls) | {n: v for n, v in own.items() if n != "attention_dropout"}
-    own.pop("attention_dropout", None)
-    stand_for = {"num_kv_heads": H, "num_value_heads": H, "width": dim}
-    stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
-    stand_for |= {"head_dim": dim // H, "value_head_dim": dim // H} if H else {}
-    own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
-    if own.get("qk_norm") is False or own.get("inner_norm") == "none":
-      own.pop("norm_eps", None)  # of norms that there are not
-    own = {n: v for n, v in own.items() if n not in cls.set_by_model}
-    values["mixer_options"][str(place)] = own | ({} if H is None else {"num_heads": H})
-  channel = CHANNEL_MIXERS[values["channel_mixer"]]
+    values["mixer_options"][str(place)] = own
+  for column in ("channel_mixer", "norm_place"):
+    if not isinstance(given := values[column], str):
+      values[column] = list(given) if len(set(given)) > 1 else given[0]
+  several = values["channel_mixer"]
+  kinds = {several} if isinstance(several, str) else {*several} - {NONE}
+  channel = CHANNEL_MIXERS[min(kinds)]
   given = dict(values["channel_mixer_options"] or {})
   if channel is not None:
     given = _defaults(channel) | given
@@ -127,6 +123,32 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     values["channel_hidden"] = values["channel_hidden"] or width(dim)
   values["channel_mixer_options"] = given
   return values
+
+
+def _complete_mixer(
+  name: str | type, own: Mapping[str, Any], dim: int, heads: int | None
+) -> tuple[dict[str, Any], int | None]:
+  """(the options of a mixer with their defaults and those of heads, its number of heads)."""
+  if name == NONE:
+    return {}, None
+  cls = mixer_class(name)
+  H = own.get("num_heads", heads) if "num_heads" in cls.set_by_model else None
+  own = _defaults(cls) | {n: v for n, v in own.items() if n != "attention_dropout"}
+  own.pop("attention_dropout", None)
+  stand_for = {"num_kv_heads": H, "num_value_heads": H, "width": dim}
+  stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
+  stand_for |= {"head_dim": dim // H, "value_head_dim": dim // H} if H else {}
+  own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
+  if own.get("qk_norm") is False or own.get("inner_norm") == "none":
+    own.pop("norm_eps", None)  # of norms that there are not
+  if "part_scales" in own:
+    own["part_scales"] = list(own["part_scales"] or [1.0] * 5)
+  if cls is Parallel:
+    own["mixers"] = {n: _complete_mixer(n, x, dim, heads)[0] for n, x in own["mixers"].items()}
+    for scales in ("input_scales", "output_scales"):
+      own[scales] = dict.fromkeys(own["mixers"], 1.0) | dict(own[scales] or {})
+  own = {n: v for n, v in own.items() if n not in cls.set_by_model}
+  return own | ({} if H is None else {"num_heads": H}), H
 
 
 def _json(name: str, value: Any) -> Any:

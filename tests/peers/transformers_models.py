@@ -3,6 +3,7 @@
 import inspect
 
 import transformers
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -13,8 +14,8 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 11}
 
 
 def patch():
-  """Qwen3-Next and Qwen3.5 would call fla's kernels, which need a GPU."""
-  for module in (qwen3_next, qwen3_5, qwen3_5_moe):
+  """Models with gated DeltaNet would call fla's kernels, which need a GPU."""
+  for module in (qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid):
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
 
@@ -122,6 +123,54 @@ def cases():
     conv_bias=True,
     attn_implementation="eager",
   )
+  olmo = lambda **options: transformers.OlmoHybridForCausalLM(
+    transformers.OlmoHybridConfig(
+      **SIZES | heads | {"num_hidden_layers": 3},
+      num_key_value_heads=1,
+      layer_types=["linear_attention", "full_attention", "linear_attention"],
+      linear_num_key_heads=2,
+      linear_key_head_dim=4,
+      linear_value_head_dim=6,
+      pad_token_id=None,
+      eos_token_id=2,
+      attn_implementation="eager",
+      **options,
+    )
+  )
+  no_rope = {"rope_type": "default", "rope_theta": None}
+  nemotron = lambda **options: transformers.NemotronHForCausalLM(
+    transformers.NemotronHConfig(
+      **{x: size for x, size in (SIZES | heads).items() if x != "num_hidden_layers"},
+      layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp"],
+      num_key_value_heads=1,
+      head_dim=6,
+      ssm_state_size=3,
+      mamba_num_heads=4,
+      mamba_head_dim=3,
+      n_groups=2,
+      chunk_size=4,
+      attn_implementation="eager",
+      **options,
+    )
+  )
+  multipliers = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.6}
+  multipliers |= {"attention_in_multiplier": 0.7, "attention_out_multiplier": 1.2}
+  multipliers |= {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8}
+  multipliers |= {"mlp_multipliers": [0.9, 0.4], "ssm_multipliers": [0.4, 1.1, 0.5, 0.6, 1.2]}
+  falcon_h1 = lambda **options: transformers.FalconH1ForCausalLM(
+    transformers.FalconH1Config(
+      **SIZES | heads,
+      num_key_value_heads=1,
+      mamba_d_ssm=12,
+      mamba_n_heads=4,
+      mamba_d_head=3,
+      mamba_d_state=3,
+      mamba_n_groups=2,
+      mamba_chunk_size=4,
+      attn_implementation="eager",
+      **options,
+    )
+  )
   patch()
   return {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
@@ -162,6 +211,23 @@ def cases():
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeForCausalLM(next_5_moe), cached_steps),
     "qwen3_5_moe": (transformers.Qwen3_5MoeForConditionalGeneration(nested_moe), cached_steps),
     "lfm2": (transformers.Lfm2ForCausalLM(lfm2), cached_steps),
+    "olmo_hybrid": (
+      olmo(rope_parameters=no_rope),
+      cached_steps,
+    ),
+    "olmo_hybrid_rope": (olmo(linear_allow_neg_eigval=False), cached_steps),
+    "nemotron_h": (nemotron(), cached_steps),
+    "nemotron_h_biases": (
+      nemotron(use_bias=True, mlp_bias=True, use_conv_bias=False),
+      cached_steps,
+    ),
+    "falcon_h1": (falcon_h1(head_dim=6, **multipliers), cached_steps),
+    "falcon_h1_norm": (
+      falcon_h1(
+        mamba_rms_norm=True, tie_word_embeddings=True, projectors_bias=True, mamba_proj_bias=True
+      ),
+      cached_steps,
+    ),
     "qwen3_next_heads": (transformers.Qwen3NextForCausalLM(next_(4)), cached_steps),
     "mamba": (mamba(), cached_steps),
     "mamba_biases": (

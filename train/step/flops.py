@@ -23,7 +23,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.models import MixtureOfExperts
-from lnssm_jax.models.options import mixer_class
+from lnssm_jax.models.options import NONE, mixer_class
 from train import config
 from train.step.model import build_model
 
@@ -60,13 +60,14 @@ def model_flops_per_token(model: config.Model, sequence_length: int) -> int | No
   for place in range(len(pattern)):
     stack = built.blocks if len(pattern) == 1 else built.blocks[str(place)]
     layers = len(range(place, model.num_layers, len(pattern)))
-    total += layers * mixer_recurrence(stack.mixer, sequence_length)
+    if stack.mixer is not None:
+      total += layers * mixer_recurrence(stack.mixer, sequence_length)
   return round(total)
 
 
 def no_formula(mixer: str) -> bool:
   """Whether a mixer, by its name, does not state the FLOPs of its recurrence."""
-  return mixer_class(mixer).recurrence_flops is Mixer.recurrence_flops
+  return mixer != NONE and mixer_class(mixer).recurrence_flops is Mixer.recurrence_flops
 
 
 def mixer_recurrence(mixer: Mixer, sequence_length: int) -> float:

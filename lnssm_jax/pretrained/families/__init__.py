@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lnssm_jax.pretrained.families.dense import MISTRAL, QWEN2, QWEN3
+from lnssm_jax.pretrained.families.falcon_h1 import FALCON_H1
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_MOE
@@ -18,6 +19,8 @@ from lnssm_jax.pretrained.families.mamba import (
   MAMBA2_SSM,
   MAMBA_SSM,
 )
+from lnssm_jax.pretrained.families.nemotron_h import NEMOTRON_H
+from lnssm_jax.pretrained.families.olmo_hybrid import OLMO_HYBRID
 from lnssm_jax.pretrained.families.qwen_experts import (
   QWEN3_5_MOE,
   QWEN3_5_MOE_TEXT,
@@ -51,6 +54,9 @@ FAMILIES: tuple[Family, ...] = (
   QWEN3_5,
   QWEN3_NEXT,
   LFM2,
+  OLMO_HYBRID,
+  NEMOTRON_H,
+  FALCON_H1,
   *FLA,
   RWKV6,
   RWKV7,

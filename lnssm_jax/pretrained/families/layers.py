@@ -48,7 +48,7 @@ def parameters(
     _, *keys = name.split(".")
     place = int(keys.pop(0)) if len(pattern) > 1 else 0
     generic = ".".join(["blocks", *keys])
-    own = ".".join(["blocks", pattern[place], *keys[1:]]) if keys[0] == "mixer" else generic
+    own = ".".join(["blocks", pattern[place], *keys[keys[0] == "mixer" :]])
     row = own if own in family.rows else generic
     layers = range(place, settings["num_layers"], len(pattern))
     pieces = [_pieces(family, settings, name, row, shape[1:], layer) for layer in layers]

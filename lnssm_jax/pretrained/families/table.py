@@ -99,7 +99,7 @@ class Family:
     renamed: {name of a setting in older files: today's}.
     constants: settings of ours that all its models have.
     rows: {our parameter: where it is}. Of a pattern of mixers, "blocks.rg_lru.o_proj.kernel" is
-      that of one of them.
+      that of one of them, and "blocks.rg_lru.mixer_norm.scale" a norm of the layers that have it.
     normal: config.json with every setting that follows from others in its own field; it also
       checks what one field cannot.
     written: the inverse of `normal`, where it has one: for theirs, what `normal` is given.

@@ -1,0 +1,91 @@
+"""The layers of a model as a table: several mixers or none, a channel mixer or none, norms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lnssm_jax.models import Block, LanguageModel, ModelConfig
+from lnssm_jax.models.block import make_mixer
+
+SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 5, "mixer": "lrn"}
+BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"mixer": "none", "channel_mixer": "none"}, "neither a mixer nor a channel mixer"),
+    ({"norm_place": "behind"}, r"norm_place.*'behind'.*before"),
+    ({"norm_place": ("before", "after")}, r"norm_place=.* has 2 layers and mixer='lrn' has 1"),
+    (
+      {"mixer": ("lrn", "lrn"), "channel_mixer": ("gpt2", "swiglu")},
+      "has gpt2 and swiglu, but channel_hidden and channel_mixer_options are of one",
+    ),
+    ({"mixer": "parallel"}, "must have the options of two or more mixers by name"),
+    (
+      {"mixer": "parallel", "mixer_options": {"mixers": BOTH, "input_scales": {"gla": 1.0}}},
+      r"input_scales.*'gla'",
+    ),
+    (
+      {"mixer": "parallel", "mixer_options": {"mixers": BOTH | {"lrn": {"widht": 3}}}},
+      r"mixer_options of 'lrn'.*'widht'",
+    ),
+  ],
+)
+def test_layer_table_with_a_wrong_column_raises(settings, message):
+  with pytest.raises(ValueError, match=message):
+    ModelConfig(**SIZES | settings)
+
+
+def test_parallel_mixers_are_the_sum_of_each_alone_also_in_documents_and_step_by_step():
+  """With their scales, whether the sequence is one call or two."""
+  place = {"num_heads": 2, "layer": 0, "num_layers": 1, "rngs": nnx.Rngs(0)}
+  dtypes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+  scales = {"input_scales": {"lrn": 0.5}, "output_scales": {"softmax_attention": 3.0}}
+  mixer = make_mixer("parallel", 8, mixers=BOTH, **scales, **place, **dtypes)
+  x = jax.random.normal(jax.random.key(0), (2, 6, 8))
+  ids = jnp.array([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 2]])
+
+  def both(mixer, x, ids):
+    lrn, attention = (mixer.parts[name].mixer for name in BOTH)
+    y, state = mixer(x[:, :4], None, ids[:, :4])
+    rest, _ = mixer(x[:, 4:], state, ids[:, 4:])
+    want = lrn(0.5 * x, None, ids)[0] + 3 * attention(x, None, ids)[0]
+    return jnp.concatenate([y, rest], axis=1), want
+
+  got, want = jax.jit(both)(mixer, x, ids)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  assert mixer.max_length == 16
+
+
+def test_norm_after_a_branch_and_layers_of_one_branch_follow_their_formulas():
+  config = ModelConfig(**SIZES, norm="rms")
+  new = lambda **options: Block(
+    config, mixer_options={}, layer=0, rngs=nnx.Rngs(0), **({"mixer": "lrn"} | options)
+  )
+  after, alone = new(norm_place="after"), new(mixer="none")
+  scale = jnp.arange(1.0, 9.0)
+  for norm in (after.mixer_norm, after.channel_norm, alone.channel_norm):
+    norm.scale[...] = scale
+  x = jax.random.normal(jax.random.key(0), (1, 3, 8))
+
+  def blocks(after, alone, x):
+    h = x + after.mixer_norm(after.mixer(x)[0])
+    want = h + after.channel_norm(after.channel_mixer(h))
+    mlp = x + alone.channel_mixer(alone.channel_norm(x))
+    return (after(x)[0], alone(x)[0]), (want, mlp)
+
+  for got, want in zip(*jax.jit(blocks)(after, alone, x), strict=True):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  assert alone.mixer is None and alone.mixer_norm is None and alone.init_state(1).mixer is None
+
+
+def test_layers_without_a_mixer_are_no_recurrence_to_analyze():
+  from lnssm_jax import analysis
+
+  pattern = {"mixer": ("lrn", "none"), "channel_mixer": ("none", "gpt2")}
+  model = jax.eval_shape(lambda: LanguageModel(**SIZES | pattern, rngs=nnx.Rngs(0)))
+  with pytest.raises(ValueError, match="layers without a mixer, mixer='none'"):
+    analysis.half_lives(model)
