@@ -9,7 +9,6 @@ must decide alike: what a `Moment` holds is the same in all of them.
 """
 
 import dataclasses
-import importlib
 import math
 from typing import Any
 
@@ -20,6 +19,7 @@ from lnssm_jax.pretrained import texts
 from train import config
 from train.checkpoint.store import Checkpoints
 from train.cluster import distributed
+from train.config import functions
 from train.data.tokenizers import tokenizer_of
 from train.logging import plot
 from train.loop import Callback, Moment
@@ -35,9 +35,8 @@ def made(cfg: config.Train) -> list[Callback]:
   """
   found = []
   for name, options in cfg.callbacks.items():
-    module, _, function = name.partition(":")
     try:
-      one = getattr(importlib.import_module(module), function)(**options)
+      one = functions.found(name)(**options)
       if not isinstance(one, Callback):
         raise TypeError(f"it returned {type(one).__name__}, not a train.loop.Callback")
     except (ImportError, AttributeError, TypeError, ValueError) as error:

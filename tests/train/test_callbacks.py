@@ -1,6 +1,7 @@
 """Callbacks of a run: when they are called, what they see, and the three that are there."""
 
 import json
+import sys
 
 import jax
 import numpy as np
@@ -178,6 +179,15 @@ def test_wrong_callback_raises_before_training(given, message, tiny):
 
 @pytest.mark.slow
 @pytest.mark.slow
+def test_module_of_a_callback_may_be_a_file_of_the_current_folder(tiny, tmp_path, monkeypatch):
+  """As a command finds it, whose path has the folder of the program in its place."""
+  (tmp_path / "callback_here.py").write_text("from train.loop import Callback as make\n")
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr("sys.path", [*sys.path])
+  (one,) = callbacks.made(tiny(callbacks={"callback_here:make": {}}))
+  assert type(one) is Callback
+
+
 def test_callbacks_of_a_resumed_run_may_change(tiny, fit_and_kill):
   fit_and_kill(tiny(), at=8)
   cfg = tiny(**of(HERE))

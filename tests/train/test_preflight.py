@@ -232,6 +232,7 @@ def test_setting_of_another_library_answered(assignment, answer, tiny):
   [
     ({"prompt": "a", "completion": "b" * 99}, "rows are not cut"),
     ({"prompt": "a"}, 'line 2: found the keys .* expected an object with the key "completion"'),
+    ({"messages": []}, "line 1: found the keys .*Conversations need data.targets: assistant"),
   ],
 )
 def test_wrong_row_of_prompts_is_found_before_anything_is_compiled(
@@ -240,9 +241,12 @@ def test_wrong_row_of_prompts_is_found_before_anything_is_compiled(
   compiled = []
   monkeypatch.setattr(trainer, "compile_step", lambda *_: compiled.append(1))
   rows = [{"prompt": "a", "completion": "b"}, row]
+  fields = ("prompt", "completion")
+  if "messages" in row:  # in place of texts, of which the first row is read
+    rows, fields = [row] * 200, ("text",)
   (tmp_path / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
   data = {"train": ("rows",), "validation": (), "sources": {"rows": str(tmp_path / "rows.jsonl")}}
-  data |= {"fields": {"rows": ("prompt", "completion")}, "folder": str(tmp_path / "data")}
+  data |= {"fields": {"rows": fields}, "folder": str(tmp_path / "data")}
   cfg = tiny()
   cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **data))
   with pytest.raises(DataError, match=message):

@@ -1,8 +1,9 @@
 """Checks of the tokenizer and of the sets of a run, before anything is tokenized or compiled.
 
-Token files are opened, but not read; of text only names and sizes are looked at.
+Token files are opened, but not read; of text names, sizes and the first row are looked at.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from lnssm_jax.files.buckets import local
@@ -83,6 +84,9 @@ def _check_set(
     origin = origin_of([source], files, tokenizer, rows_of(cfg.data, name))
     if not up_to_date(prefix, origin):
       check_owner(prefix, origin, cfg.data.tokenizer)
+      if not cfg.data.has_rows(name):  # of which all are read before the step is compiled
+        first = [file for file in files if sources.has_rows(file[0])][:1]
+        next(sources.read_inputs(first, Counter(), rows_of(cfg.data, name).fields), None)
       if (most := _most_tokens(cfg.data, files)) is not None and most < least:
         raise DataError(
           f"the set {name!r} has at most {most} tokens, by the size of its text, but one window of"

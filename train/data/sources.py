@@ -283,9 +283,11 @@ def text_in(row: Any, where: str, key: str) -> str:
   """Value of `key` in one row."""
   if not isinstance(row, dict) or key not in row:
     found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+    is_chat = isinstance(row, dict) and "messages" in row
+    chat = " Conversations need data.targets: assistant." if is_chat else ""
     raise DataError(
       f'{where}: found {found}, expected an object with the key "{key}". Names of other keys are'
-      " settings: data.fields, or tokenize --fields."
+      f" settings: data.fields, or tokenize --fields.{chat}"
     )
   text = row[key]
   if not isinstance(text, str):

@@ -22,7 +22,6 @@ is three integers: the epoch, a document in it, and a token of that. To resume t
 A run of several processes reads the whole stream in each of them, which keeps its rows.
 """
 
-import importlib
 import inspect
 import itertools
 import re
@@ -34,6 +33,7 @@ import grain
 import numpy as np
 
 from lnssm_jax.pretrained.special_tokens import InText
+from train.config import functions
 from train.data import packing, sources
 from train.data.encoding import encode
 from train.data.errors import DataError
@@ -199,9 +199,8 @@ def opened(source: str, seed: int, key: str = "text") -> Callable[[int, int], It
     inputs = sources.find_inputs(source)
     read = lambda: sources.read_inputs(inputs, Counter(), (key,))
     return lambda epoch, document: itertools.islice(read(), document, None)
-  module, _, name = source.partition(":")
   try:
-    function = getattr(importlib.import_module(module), name)
+    function = functions.found(source)
     found, given = function(), inspect.signature(function).parameters
   except (ImportError, AttributeError, TypeError, ValueError) as error:
     raise DataError(f"data.sources has {source!r}, which cannot be used: {error}.") from error

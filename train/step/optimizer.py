@@ -1,7 +1,6 @@
 """Optimizers with clipping, weight decay and a learning-rate schedule, from optax's."""
 
 import fnmatch
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import optax
 from lnssm_jax.pretrained.exports import flat, name_of
 from lnssm_jax.sharding import has_weight_decay
 from train import config
+from train.config import functions
 from train.step.lora import lora
 
 STACKED = "blocks"  # parameters below this key have a leading layer axis
@@ -104,8 +104,7 @@ def _direction(optimizer: config.Optimizer) -> optax.GradientTransformation:
         is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers | optax.MaskedNode),
       )
       return optax.partition({"muon": optax.chain(muon, shape), "adam": adam}, labels)
-    module, function = name.split(":")
-    made = getattr(importlib.import_module(module), function)(**options)
+    made = functions.found(name)(**options)
     if not isinstance(made, optax.GradientTransformation):
       raise TypeError(f"it returned {type(made).__name__}, not an optax.GradientTransformation")
     return made
