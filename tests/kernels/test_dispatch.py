@@ -1,10 +1,12 @@
 """Which arguments the kernels of linear attention get, and what a single step does there."""
 
 import functools
+import importlib
 import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,14 @@ from lnssm_jax import generate, ops, sampling
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
-from tests.kernels import interpreted
+from pallas_kernels.core import device
+from tests.kernels import described, interpreted
 from tests.kernels.lowered import kernels_in
 from tests.mixers.helpers import drawn
 from tests.ops import contract
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/kernels.md").read_text()
 STEP = Case(T=1, K=16, V=32, H=2, chunk=None)
 compare = LINEAR_ATTENTION.compared
 
@@ -91,6 +96,28 @@ def test_gpus_since_ampere_run_their_kernels_by_default(monkeypatch, capability,
     assert ("pallas" in able) == (whose is not None)
   x = jnp.zeros((1, 2, 1, 64), jnp.bfloat16)
   assert ("pallas" in ops.supported(ops.attention, x, x, x)) == (whose is not None)
+
+
+def test_page_of_kernels_has_every_op_and_what_other_gpus_run():
+  rows = re.findall(r"^\| `(\w+)`.*?\| (.+?) \| (.+?) \| (.+?) \|", PAGE, re.M)
+  table = {
+    op: (ours.strip("`"), others.strip("`")) for op, ours, others, how in rows if how == "yes"
+  }
+  forms = {
+    op.parent.name: importlib.import_module(f"lnssm_jax.ops.{op.parent.name}.api").IMPLEMENTATIONS
+    for op in (ROOT / "lnssm_jax/ops").glob("*/api.py")
+  }
+  names = {"norms": "normalize"}
+  expected = {}
+  for op, able in forms.items():
+    if "pallas_interpret" not in able:
+      continue
+    there = [x for x in device.EVERY if (ROOT / "pallas_kernels" / op / x).is_dir()]
+    one = "one kernel", "other copies" if "pallas_ampere" in able else "the same"
+    expected[names.get(op, op)] = tuple(f"{op}/{x}" for x in there) if there else one
+  assert table == expected
+  compiled = {re.match(r"\w+", name)[0] for name in described.programs()}
+  assert compiled == set(table) | {"token_shift"}
 
 
 @pytest.mark.parametrize("nproc", ["2", None], ids=["NPROC=2", "two cores"])
