@@ -61,7 +61,7 @@ def _kernel_form(form: dispatch.Form) -> dispatch.Form:
   return _form(lambda *args: form.run(*args)[0], form.unsupported, form.preferred)
 
 
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", ("BTHV",), dispatch.device.EVERY, apart=True)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", ("BTHV",), apart=True)
 _FORMS = {name: _kernel_form(form) for name, form in _KERNELS.with_forms().items()}
 
 IMPLEMENTATIONS = {

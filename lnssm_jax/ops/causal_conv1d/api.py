@@ -28,9 +28,7 @@ _NAME = "causal_conv1d"
 _SHIFT = "token_shift"
 # Of several convolutions: their output is a tuple.
 IMPLEMENTATIONS, _OF_SHIFT = (
-  dispatch.Kernels(f"{__package__}.pallas", axes, dispatch.device.EVERY).with_forms(
-    reference=reference
-  )
+  dispatch.Kernels(f"{__package__}.pallas", axes).with_forms(reference=reference)
   for axes in (RESULT_AXES, SHIFT_RESULT_AXES)
 )
 

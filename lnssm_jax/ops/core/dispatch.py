@@ -311,7 +311,6 @@ class Kernels:
       importing what a kernel is written with takes longer than importing all the rest.
     results: the axes of the results, those of the output and of the state's arrays in most ops, as
       in `Inputs.AXES`.
-    architectures: what its kernels run on.
     apart: whether the kernels for Ampere are others; then `run` and `interpreted` have an argument
       `architecture`, and the module an `unsupported_ampere` where those support less.
   """
@@ -320,17 +319,16 @@ class Kernels:
     self,
     module: str,
     results: tuple[str, ...],
-    architectures: tuple[str, ...] = (device.SM90,),
     *,
     apart: bool = False,
   ):
     self._module, self._results = module, results
-    self._architectures, self._apart = architectures, apart
+    self._apart = apart
 
   @property
   def compiled(self) -> Form:
     """ "pallas"."""
-    return self._compiled(self._architectures, self._preferred)
+    return self._compiled(self._preferred)
 
   @property
   def interpreted(self) -> Form:
@@ -343,14 +341,14 @@ class Kernels:
     every = {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
     if self._apart:
       how = {"architecture": device.AMPERE}
-      every["pallas_ampere"] = self._compiled((device.AMPERE,), _by_name_only, **how)
+      every["pallas_ampere"] = self._compiled(_by_name_only, **how)
       every["pallas_ampere_interpret"] = self._interpreted(**how)
     return every
 
-  def _compiled(self, architectures, preferred, **how):
+  def _compiled(self, preferred, **how):
     def unsupported(inputs, options):
       runs = how.get("architecture", device.current().architecture)
-      return device.unsupported(architectures) or self._unsupported(runs, inputs, options)
+      return device.unsupported(device.EVERY) or self._unsupported(runs, inputs, options)
 
     return Form(functools.partial(self._run, "run", how), unsupported, preferred)
 

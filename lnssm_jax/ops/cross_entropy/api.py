@@ -11,9 +11,7 @@ from lnssm_jax.ops.cross_entropy.types import CrossEntropy, Inputs, Options
 
 _NAME = "cross_entropy"
 IMPLEMENTATIONS, _WITHOUT_GRADIENT = (
-  dispatch.Kernels(f"{__package__}.pallas", results, dispatch.device.EVERY, apart=True).with_forms(
-    reference=reference
-  )
+  dispatch.Kernels(f"{__package__}.pallas", results, apart=True).with_forms(reference=reference)
   for results in (("BT", "BT", "BTV"), ("BT", "BT"))
 )
 

@@ -30,7 +30,7 @@ from lnssm_jax.ops.delta_rule.types import (
 )
 
 _NAME = "delta_rule"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, dispatch.device.EVERY, apart=True)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(
   chunked=chunked,
   reference=form_over_groups(reference),

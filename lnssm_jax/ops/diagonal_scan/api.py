@@ -19,7 +19,7 @@ from lnssm_jax.ops.diagonal_scan.types import (
 )
 
 _NAME = "diagonal_scan"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, dispatch.device.EVERY, apart=True)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 

@@ -29,7 +29,7 @@ from lnssm_jax.ops.linear_attention.types import (
 )
 
 _NAME = "linear_attention"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, dispatch.device.EVERY, apart=True)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 
 IMPLEMENTATIONS = _KERNELS.with_forms(
   chunked=chunked,

@@ -10,9 +10,7 @@ from lnssm_jax.ops.longhorn_scan.sharded import sharded
 from lnssm_jax.ops.longhorn_scan.types import Inputs, LonghornState, init_state, strengths
 
 _NAME = "longhorn_scan"
-_KERNELS = dispatch.Kernels(
-  f"{__package__}.pallas", channel_states.RESULT_AXES, dispatch.device.EVERY, apart=True
-)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 

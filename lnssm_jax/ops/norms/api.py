@@ -12,9 +12,7 @@ from lnssm_jax.ops.norms.types import ROW_AXES, Inputs, Options
 
 _NAME = "normalize"
 _BY_RANK = {
-  rank: dispatch.Kernels(f"{__package__}.pallas", (axes, axes), dispatch.device.EVERY).with_forms(
-    reference=reference
-  )
+  rank: dispatch.Kernels(f"{__package__}.pallas", (axes, axes)).with_forms(reference=reference)
   for rank, axes in ROW_AXES.items()
 }
 IMPLEMENTATIONS = _BY_RANK[4]

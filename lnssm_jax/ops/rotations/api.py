@@ -8,9 +8,9 @@ from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.rotations.reference import reference
 from lnssm_jax.ops.rotations.types import Inputs, Options, with_whole_chunks
 
-IMPLEMENTATIONS = dispatch.Kernels(
-  f"{__package__}.pallas", Inputs.RESULTS, dispatch.device.EVERY
-).with_forms(reference=reference)
+IMPLEMENTATIONS = dispatch.Kernels(f"{__package__}.pallas", Inputs.RESULTS).with_forms(
+  reference=reference
+)
 
 
 def rotations(

@@ -10,9 +10,7 @@ from lnssm_jax.ops.selective_scan.sharded import sharded
 from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_state, step_sizes
 
 _NAME = "selective_scan"
-_KERNELS = dispatch.Kernels(
-  f"{__package__}.pallas", channel_states.RESULT_AXES, dispatch.device.EVERY, apart=True
-)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
 
 

@@ -14,7 +14,7 @@ from lnssm_jax.ops.wkv4.sharded import sharded
 from lnssm_jax.ops.wkv4.types import RESULT_AXES, Inputs, Options, WKV4State, init_state
 
 _NAME = "wkv4"
-_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, dispatch.device.EVERY, apart=True)
+_KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, reference=reference, associative=associative)
 
 
