@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import ROWS
+from pallas_kernels.attention.dropout import Dropout, dropped
 from pallas_kernels.attention.types import LOWEST, Range
 from pallas_kernels.core.wgmma import ROW_LAYOUT, broadcast_rows, iota, load_row_vector
 
@@ -50,6 +51,28 @@ def where_seen(x: jax.Array, other: float, rows: Range, steps: Steps, step: jax.
   masked = (step < steps.inside) | (step >= steps.outside)
   seen = lambda: jnp.where(visible(rows, step, x.shape), x, other)
   return lax.cond(masked, seen, lambda: x)
+
+
+class Dropped(NamedTuple):
+  """The masks of the queries of a warpgroup, in registers."""
+
+  words: tuple[jax.Array, ...]  # two of [64]
+  start: jax.Array  # [64]
+  rate: float
+
+  @classmethod
+  def load(cls, gmem: Dropout | None, batch, head, start, rate: float) -> "Dropped | None":
+    """That of the queries from `start` on; None where nothing is dropped."""
+    if gmem is None:
+      return None
+    tokens = pl.ds(start, ROWS)
+    words = tuple(load_row_vector(x.at[batch, head, tokens]) for x in gmem.words)
+    return cls(words, load_row_vector(gmem.start.at[batch, tokens]), rate)
+
+  def of(self, x: jax.Array, step: jax.Array) -> jax.Array:
+    """x [64, tile], a factor of each weight of a step, with those of dropped weights 0."""
+    number = step * x.shape[1] + iota(x.shape, 1) - broadcast_rows(self.start, x.shape)
+    return dropped(x, tuple(broadcast_rows(w, x.shape) for w in self.words), number, self.rate)
 
 
 class Softmax(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.dropout import Dropout
 from pallas_kernels.core.wgmma import Backend
 
 LOG2_E = math.log2(math.e)
@@ -15,10 +16,14 @@ LOWEST = -1e30  # a maximum of no logits, finite: differences of infinite ones w
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-  """Logits in base 2: log2(e) times scale times the products, within +- log2(e) `soft_cap`."""
+  """Logits in base 2: log2(e) times scale times the products, within +- log2(e) `soft_cap`.
+
+  Of the weights that they become, `dropout` says which share is dropped.
+  """
 
   scale: float
   soft_cap: float | None = None
+  dropout: float = 0.0
 
   def of(self, products: jax.Array) -> tuple[jax.Array, float]:
     """(x, c) with logits c x and c > 0, and x made from the products in few steps."""
@@ -50,6 +55,7 @@ class Ranges(NamedTuple):
 
   seen: Range  # [B, T] int32: the keys that each query sees
   seen_by: Range  # [B, S] int32: the queries that see each key
+  dropout: Dropout | None = None  # which weights are dropped; None: none
 
 
 class Outputs(NamedTuple):

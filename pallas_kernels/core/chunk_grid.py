@@ -461,6 +461,8 @@ def scalar_decay_tables(
   """Tables of `log_decay`, for `length` tokens padded to `padded`, a multiple of `chunk`."""
   C = chunk
   log_decay = jnp.maximum(log_decay, _SMALLEST_LOG_DECAY).transpose(0, 2, 1)
+  # Else XLA reads across memory, once for each sum of the tables, what one transpose makes.
+  log_decay = lax.optimization_barrier(log_decay)
   rows, H, tokens = log_decay.shape
   if tokens == 1:  # sums are counts
     tokens = C if length == padded and documents.reach is None else padded

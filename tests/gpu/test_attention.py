@@ -30,6 +30,7 @@ SMALL = [
   Case(T=700, K=256, V=256, segments=True),
   Case(T=700, K=192, V=128, heads=(4, 4), segments=True, sinks=True),
   Case(T=300, K=128, V=128, causal=False, segments=True),
+  Case(T=700, K=128, V=128, heads=(4, 2), segments=True, dropout=0.1),
   Case(T=300, K=40, V=200, block=70),
   # A cache that is full and wrapped around, or partly filled, before many tokens and before one.
   Case(T=700, K=128, V=128, heads=(4, 2), window=600, cached=(2000, 77), segments=True),
@@ -50,7 +51,9 @@ SMALL = [
 ]
 
 
-SINCE_AMPERE = [case for case in SMALL if case.T > 1 and max(case.K, case.V) <= WIDEST_AMPERE]
+SINCE_AMPERE = [
+  case for case in SMALL if case.T > 1 and max(case.K, case.V) <= WIDEST_AMPERE and not case.dropout
+]
 FORMS = ("pallas", "pallas_ampere")
 
 
@@ -61,7 +64,7 @@ FORMS = ("pallas", "pallas_ampere")
 )
 def test_attention_on_gpu_matches_reference(case, form):
   if case.T > 1 and case not in SINCE_AMPERE and device.current().architecture == device.AMPERE:
-    pytest.skip("--ampere: heads of more than 128 are XLA's")
+    pytest.skip("--ampere: heads of more than 128 and dropout are XLA's")
   assert_values_and_gradients(ATTENTION, dataclasses.replace(case, chunk=None), jnp.bfloat16, form)
 
 

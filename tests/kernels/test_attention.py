@@ -122,6 +122,30 @@ def test_packed_documents_equal_separate_calls():
     start += length
 
 
+@pytest.mark.parametrize(
+  "size",
+  [{"window": 9}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"causal": False}))],
+)
+def test_dropped_weights_are_those_of_the_reference(size):
+  """Each one, by values that tell the weights apart; and with gradients, which use the masks."""
+  T, H = 64, 2
+  q, k, _ = drawn(T, H=H)
+  v = jnp.eye(T, dtype=BF16)[None, :, None]
+  how = {"dropout": 0.3, "dropout_key": jax.random.key(7)} | size
+  how["segment_ids"] = jnp.asarray([[0] * 23 + [1] * 41])
+
+  def both(form):
+    run = lambda *x: ops.attention(*x, implementation=form, **how)[0].astype(jnp.float32)
+    out, pull = jax.vjp(run, q, k, v)
+    return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+  (got, gradients), (want, of_reference) = both("pallas_interpret"), both("reference")
+  np.testing.assert_array_equal(got == 0, want == 0)
+  np.testing.assert_allclose(got, want, atol=0.01)
+  for a, b in zip(gradients, of_reference, strict=True):
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (a, b)), atol=0.03)
+
+
 @pytest.mark.parametrize("scale", [-0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_scales_that_are_not_positive_equal_the_reference(scale):
   arrays = drawn(40, K=32, V=32)
@@ -311,8 +335,8 @@ def test_attention_prefers_kernels_where_documents_are(hopper):
   assert supported(q, k, v, segment_ids=ids)[0] == "pallas"
   assert supported(q, k, v, window=2, soft_cap=3.0)[0] == "pallas"
   key = jax.random.key(0)
+  assert supported(q, k, v, dropout=0.5, dropout_key=key)[0] == "pallas"
   for reason, change in {
-    "dropout=0.5, and the kernels drop nothing": {"dropout": 0.5, "dropout_key": key},
     "chunk_size=8, and the kernels' tiles": {"chunk_size": 8},
     "q has dtype float32": {"q": q.astype(jnp.float32), "k": k.astype(jnp.float32)},
     "q is 264 wide, and at most 256": {"q": jnp.zeros((2, 3, 4, 264), BF16),
@@ -322,6 +346,8 @@ def test_attention_prefers_kernels_where_documents_are(hopper):
     assert "pallas" not in supported(**options)
     with pytest.raises(NotImplementedError, match=reason):
       ops.attention(**options, implementation="pallas")
+  with pytest.raises(NotImplementedError, match=r"dropout=0\.5, and only Hopper's kernels drop"):
+    ops.attention(q, k, v, dropout=0.5, dropout_key=key, implementation="pallas_ampere_interpret")
   wide = (jnp.zeros((2, 3, n, 192), BF16) for n in (4, 2))
   with pytest.raises(NotImplementedError, match="q is 192 wide, and at most 128 is supported by"):
     ops.attention(*wide, v, implementation="pallas_ampere_interpret")

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from lnssm_jax.mixers.common.recompute import recomputed
 from lnssm_jax.mixers.common.spans import earlier, spans
+from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS
 from lnssm_jax.ops.core.segments import Segments, positions
 from lnssm_jax.ops.core.sequence_parallel import states
 from lnssm_jax.ops.rotations.reference import within_a_turn
@@ -78,7 +80,9 @@ def chunk_angles(
 
   angle, last = _continued(sums(within_a_turn(added)), start, between, axis_name)
   first = jnp.zeros((B, T), bool) if segments is None else segments.first()
-  return ChunkAngles(angle[:, :-1], last, 1 - first.astype(step.dtype))
+  # Small, and the chain that makes it is long: kept for the backward pass.
+  entering = checkpoint_name(angle[:, :-1], name=MADE_BY_KERNELS)
+  return ChunkAngles(entering, last, 1 - first.astype(step.dtype))
 
 
 def sums_within_a_turn(angle: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from lnssm_jax.ops.core.checks import (
   is_integer,
   is_number,
 )
-from lnssm_jax.ops.core.dropout import check_rate, row_keys, token_keys
+from lnssm_jax.ops.core.dropout import check_rate, fold, row_keys, token_keys
 from lnssm_jax.ops.core.segments import segments_of
 
 _NAME = "attention"
@@ -146,10 +146,10 @@ def attention(
       and values of that many tokens; otherwise all keys and values are gathered.
     implementation: "cudnn" (its kernel; bfloat16 or float16 on an NVIDIA GPU, without state,
       segments, blocks, cap, sinks and dropout), "pallas" (our kernels; bfloat16 on an NVIDIA GPU
-      since Ampere, without dropout: they skip the tiles that no query sees, and for one token read
-      the cache in splits), "chunked" (tiles of scores, memory linear in T; reverse mode only) or
-      "reference" (all scores in memory). None takes the first that is supported. By name only:
-      "pallas_ampere" (on Hopper, too, the kernels of every other GPU), and for tests on a CPU
+      since Ampere, with dropout on Hopper's: they skip the tiles that no query sees, and for one
+      token read the cache in splits), "chunked" (tiles of scores, memory linear in T; reverse mode
+      only) or "reference" (all scores in memory). None takes the first that is supported. By name
+      only: "pallas_ampere" (on Hopper, too, the kernels of every other GPU), and for tests on a CPU
       "pallas_interpret" and "pallas_ampere_interpret".
     chunk_size: tokens per block of the chunked form; None means the default.
 
@@ -203,6 +203,7 @@ def attention(
   keys = None
   if check_rate(f"{_NAME}: dropout", dropout) and dropout_key is not None:
     keys = token_keys(row_keys(_NAME, dropout_key, B), T, axis_name)
+    keys = fold(keys[:, :, None], jnp.arange(H))
   state = None
   if initial_state is not None:
     state = _checked_state(initial_state, k, v, window, block, causal)

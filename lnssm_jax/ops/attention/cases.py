@@ -6,6 +6,7 @@ is an input as a float, whose gradient is 0.
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,11 +32,13 @@ class Case:
   strength: str = "ordinary"
   chunk: int | None = 16
   sinks: bool = False
+  dropout: float = 0.0
 
   def __str__(self):
     flags = ["segments"] * self.segments + ["acausal"] * (not self.causal)
     flags += [f"{name}{getattr(self, name)}" for name in ("window", "block") if getattr(self, name)]
     flags += ["cached"] * (self.cached is not None) + ["sinks"] * self.sinks
+    flags += ["dropout"] * (self.dropout > 0)
     sizes = f"T{self.T}K{self.K}V{self.V}H{self.heads[0]}G{self.heads[1]}C{self.chunk}"
     return "-".join([self.strength, *flags, sizes])
 
@@ -87,6 +90,7 @@ MORE_KERNEL_CASES = [
   Case(T=300, K=40, V=72, heads=(2, 2), window=70, segments=True, sinks=True),
   Case(T=130, K=192, V=128, heads=(2, 2), segments=True),
   Case(T=20, K=32, V=32, heads=(2, 2), cached=(140, 0)),
+  Case(T=90, K=32, V=32, heads=(2, 1), window=60, cached=(130, 37), segments=True, dropout=0.3),
   Case(T=150, K=32, V=32, heads=(2, 2), block=90, cached=(140, 70), segments=True),
   Case(T=1, K=64, V=32, heads=(2, 2), cached=(90, 0), strength="extreme"),
   Case(T=1, K=32, V=32, heads=(2, 2), block=50, cached=(70, 0)),
@@ -116,7 +120,9 @@ def _state(k, v, position) -> ops.AttentionState:
 
 def _arguments(case: Case, inputs):
   options = {"window": case.window, "block": case.block, "causal": case.causal}
-  options["sinks"] = inputs.get("sinks")
+  options |= {"sinks": inputs.get("sinks"), "dropout": case.dropout}
+  if case.dropout:
+    options["dropout_key"] = jax.random.key(7)
   return tuple(inputs[n] for n in "qkv"), options
 
 
@@ -154,7 +160,7 @@ ATTENTION = Scan(
     *(
       _kernel(case, "pallas_ampere_interpret")
       for case in KERNEL_CASES + MORE_KERNEL_CASES
-      if case.T > 1 and case.K <= 128
+      if case.T > 1 and case.K <= 128 and not case.dropout
     ),
   ],
   small=Case(**SMALL, window=5),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from lnssm_jax.ops.attention.cache import EMPTY, cached_tokens, tokens_of
 from lnssm_jax.ops.attention.types import Inputs, Options, Tokens
-from lnssm_jax.ops.core.dropout import fold, multipliers
+from lnssm_jax.ops.core.dropout import multipliers
 from lnssm_jax.ops.core.precision import accumulation_dtype, product
 from lnssm_jax.ops.core.segments import no_gradient
 from lnssm_jax.ops.core.spmd import vary_alike
@@ -47,7 +47,7 @@ class _Integers(NamedTuple):
 
   tokens: Tokens
   cache_tokens: Tokens | None
-  dropout_keys: jax.Array | None  # [B, T, 2] uint32
+  dropout_keys: jax.Array | None  # [B, T, H, 2] uint32
 
 
 class _Softmax(NamedTuple):
@@ -252,8 +252,7 @@ def _split(static, arrays, integers: _Integers):
   key_tokens = _blocks_of_tokens(tokens, size, _PADDING)
   heads = q.shape[2] // groups
   if dropout_keys is not None:
-    by_head = fold(dropout_keys[:, :, None], jnp.arange(q.shape[2]))  # [B, T, H, 2]
-    dropout_keys = _queries_layout(by_head, groups, static)
+    dropout_keys = _queries_layout(dropout_keys, groups, static)
   queries = _Queries(
     _queries_layout(q, groups, static),
     Tokens(*(jnp.tile(x, (1, 1, heads)) for x in key_tokens)),

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.attention.chunked import chunked
-from lnssm_jax.ops.attention.types import Inputs, Mask, Options
+from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options
 from lnssm_jax.ops.core import single_step
-from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.segments import Segments, positions
 from pallas_kernels.attention import config, decode, op
+from pallas_kernels.attention.dropout import Dropout
 from pallas_kernels.attention.types import Logits, Range, Ranges
 from pallas_kernels.core import device
 
@@ -23,9 +24,7 @@ _NARROWEST = 32  # narrower heads are padded more than twofold
 
 def unsupported(inputs: Inputs, options: Options) -> str | None:
   """Why the kernels cannot run these arguments on any device, or None."""
-  q, k, v, _, _, dropout_keys, _ = inputs
-  if dropout_keys is not None:
-    return f"dropout={options.dropout}, and the kernels drop nothing"
+  q, k, v, *_ = inputs
   if options.chunk_size is not None:
     return f"chunk_size={options.chunk_size}, and the kernels' tiles have sizes of their own"
   if _decodes(inputs, options):
@@ -40,6 +39,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
 
 def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
   """`unsupported`, by the kernels for all GPUs since Ampere."""
+  if inputs.dropout_keys is not None:
+    return f"dropout={options.dropout}, and only Hopper's kernels drop weights"
   widest = config.WIDEST_AMPERE
   if not _decodes(inputs, options):
     for name, x in (("q", inputs.q), ("v", inputs.v)):
@@ -60,8 +61,8 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments."""
-  q, _, _, state, *_ = inputs
-  if q.shape[1] != 1 or state is None or options.mask.block is not None:
+  q, state = inputs.q, inputs.state
+  if q.shape[1] != 1 or state is None or options.mask.block or inputs.dropout_keys is not None:
     return False
   return decode.unsupported(q[:, 0], state.k, state.v) is None
 
@@ -97,7 +98,7 @@ def run(
     step = functools.partial(_step, options=options, interpret=interpret)
     form = functools.partial(chunked, options=options)
     return (single_step.with_gradient_of(form, step)(inputs._replace(segments=None)),)
-  q, k, v, state, segments, _, sinks = inputs
+  q, k, v, state, segments, dropout_keys, sinks = inputs
   (B, T, H, K), V = q.shape, v.shape[-1]
   before = None
   if state is not None:
@@ -118,14 +119,20 @@ def run(
     )
     return Range(*map(pad, bounds))
 
-  seen, seen_by = key_ranges(options.mask, segments, B, T, before)
-  ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T))
+  seen, seen_by, _ = key_ranges(options.mask, segments, B, T, before)
+  dropout = None
+  if dropout_keys is not None:
+    more = lambda length: config.padded_length(length) - length
+    pad = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, more(x.shape[-1])),))
+    dropout = jax.tree.map(pad, _dropout(dropout_keys, state, segments))
+  ranges = Ranges(padded_range(seen, S), padded_range(seen_by, T), dropout)
   shape = config.Shape(wide_k, wide_v, B * H * (config.padded_length(T) // config.TILE))
   architecture = device.running(architecture)
   ampere = architecture == device.AMPERE
   sizes = sizes or (config.AmpereConfig() if ampere else config.default(shape))
   sizes.check(shape)
-  static = op.Options(Logits(options.scale, options.soft_cap), sizes, interpret, architecture)
+  logits = Logits(options.scale, options.soft_cap, options.dropout if dropout else 0.0)
+  static = op.Options(logits, sizes, interpret, architecture)
   arrays = padded(q, wide_k), padded(k, wide_k), padded(v, wide_v)
   sinks = None if sinks is None else sinks.astype(jnp.float32)
   return (op.attention(*arrays, ranges, static, sinks)[:, :T, :, :V],)
@@ -143,6 +150,20 @@ def in_order(cache: jax.Array, position: jax.Array) -> jax.Array:
   room = cache.shape[1]
   slot = (position[:, None] - room + jnp.arange(room, dtype=jnp.int32)) % max(room, 1)
   return cache[jnp.arange(cache.shape[0])[:, None], slot]
+
+
+def _dropout(keys: jax.Array, state: AttentionState | None, segments: Segments | None) -> Dropout:
+  """The masks, from the queries' keys [B, T, H, 2]."""
+  B, T = keys.shape[:2]
+  words = jax.lax.bitcast_convert_type(jnp.moveaxis(keys, 1, 2), jnp.int32)
+  position = positions(segments, B, T, None if state is None else state.position)
+  room = 0 if state is None else state.k.shape[1]
+  of_keys = position
+  if state is not None:
+    cached = state.position[:, None] - room + jnp.arange(room, dtype=jnp.int32)
+    of_keys = jnp.concatenate([cached, position], axis=1)
+  start = room + jnp.arange(T, dtype=jnp.int32) - position
+  return Dropout((words[..., 0], words[..., 1]), start, of_keys)
 
 
 def key_ranges(

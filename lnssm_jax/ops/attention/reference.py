@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from lnssm_jax.ops.attention.cache import cached_tokens, tokens_of
 from lnssm_jax.ops.attention.types import Inputs, Options, Tokens
-from lnssm_jax.ops.core.dropout import fold, multipliers
+from lnssm_jax.ops.core.dropout import multipliers
 from lnssm_jax.ops.core.precision import accumulation_dtype
 
 
@@ -32,8 +32,9 @@ def reference(inputs: Inputs, options: Options) -> jax.Array:
   weights = weights / weights.sum(-1, keepdims=True)
   weights = weights[..., : k.shape[1]]
   if dropout_keys is not None:
-    by_head = fold(dropout_keys[:, :, None], jnp.arange(H))[:, :, :, None]  # [B, T, H, 1, 2]
-    factors = multipliers(by_head, keys.position[:, None, None], options.dropout, acc)
+    factors = multipliers(
+      dropout_keys[:, :, :, None], keys.position[:, None, None], options.dropout, acc
+    )
     weights = weights * jnp.moveaxis(factors, 1, 2).reshape(weights.shape)
   out = jnp.einsum("bgrts,bsgv->btgrv", weights, v.astype(acc), precision="highest")
   return out.reshape(B, T, H, -1).astype(v.dtype)

@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
   v: jax.Array  # [B, T, G, V]
   state: AttentionState | None
   segments: Segments | None
-  dropout_keys: jax.Array | None = None  # [B, T, 2] uint32
+  dropout_keys: jax.Array | None = None  # [B, T, H, 2] uint32
   sinks: jax.Array | None = None  # [H]
 
   AXES = {  # noqa: RUF012
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
     "v": "BTHV",
     "state": "BMHK",
     "segments": "BT",
-    "dropout_keys": "BT",
+    "dropout_keys": "BTH",
     "sinks": "H",
   }
 

@@ -6,6 +6,8 @@ of the outputs o, and d_i = G_i . o_i:
     ds_ij = p_ij (G_i . v_j - d_i)
     dq_i  = scale sum_j ds_ij k_j      dk_j = scale sum_i ds_ij q_i      dv_j = sum_i p_ij G_i
 
+Where weights are dropped, their factors m_ij come with G_i . v_j and with the p_ij of dv.
+
 The weights are computed again from the logarithms of the denominators (FlashAttention, Dao et al.
 2022). Two kernels, each of which sums in registers, so that results repeat bit for bit: one has 128
 queries per CTA and goes through the keys that they see, one has 128 keys and goes through the
@@ -22,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
+from pallas_kernels.attention.dropout import Dropout, dropped
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
@@ -31,7 +34,7 @@ from pallas_kernels.attention.sm90.tiles import (
   launch,
   tile_start,
 )
-from pallas_kernels.attention.softmax import load_range, steps_of, where_seen
+from pallas_kernels.attention.softmax import Dropped, load_range, steps_of, where_seen
 from pallas_kernels.attention.types import Logits, Options, Outputs, Range, Ranges
 from pallas_kernels.core.wgmma import (
   Backend,
@@ -53,8 +56,9 @@ def backward(options: Options, q, k, v, ranges: Ranges, made: Outputs, d_out):
   """Gradients of q, k and v, and the products d_out . out [B, H, T]."""
   static = {"logits": options.logits, "backend": options.backend}
   config = options.config
-  by_q = query_gradient(q, k, v, d_out, *made, ranges.seen, config=config.query_gradient, **static)
-  arrays = q, k, v, d_out, made.log_sum, by_q.d_sum, ranges.seen_by
+  arrays = q, k, v, d_out, *made, ranges.seen, ranges.dropout
+  by_q = query_gradient(*arrays, config=config.query_gradient, **static)
+  arrays = q, k, v, d_out, made.log_sum, by_q.d_sum, ranges.seen_by, ranges.dropout
   of_keys = functools.partial(key_gradient, *arrays, config=config.key_gradient, **static)
   if config.separate_keys:
     d_k = of_keys(wanted=KeyGradients(k=True, v=False)).k
@@ -71,6 +75,7 @@ class _QueryGmem(NamedTuple):
   out: Any
   log_sum: Any
   seen: Range
+  dropout: Dropout | None
 
 
 class QueryGradient(NamedTuple):
@@ -89,6 +94,7 @@ def query_gradient(
   out: jax.Array,  # [B, T, H, V] bfloat16
   log_sum: jax.Array,  # [B, H, T] float32, base 2
   seen: Range,  # [B, T] int32: the keys that each query sees
+  dropout: Dropout | None,
   *,
   logits: Logits,
   config: LoopConfig,
@@ -113,6 +119,7 @@ def query_gradient(
     q_smem, d_out_smem = loop.own_tiles(warpgroup)
     d_sum = jnp.sum(load_tile(d_out_smem) * out.astype(jnp.float32), axis=1)
     store_unoptimized(outs.d_sum.at[b, h, tokens], d_sum)
+    drops = Dropped.load(gmem.dropout, b, h, mine, logits.dropout)
 
     def advance(step, d_q):
       n = loop.number(step)
@@ -125,6 +132,7 @@ def query_gradient(
       )
       x, factor = logits.of(products)
       weights = jnp.exp2(x * factor - broadcast_rows(log_sum, shape))
+      d_weights = d_weights if drops is None else drops.of(d_weights, step)
       d_logits = logits.slope(x, weights * (d_weights - broadcast_rows(d_sum, shape)))
       d_logits = where_seen(d_logits, 0.0, rows, own, step)
       lhs = backend.to_lhs(d_logits, smem.lhs, warpgroup)
@@ -141,7 +149,7 @@ def query_gradient(
 
   return launch(
     body,
-    _QueryGmem(q, KeyTiles(k, v), d_out, out, log_sum, seen),
+    _QueryGmem(q, KeyTiles(k, v), d_out, out, log_sum, seen, dropout),
     QueryGradient(
       jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     ),
@@ -161,6 +169,7 @@ class _KeyGmem(NamedTuple):
   log_sum: Any
   d_sum: Any
   seen_by: Range
+  dropout: Any  # a `Dropout` or None
 
 
 class KeyGradients(NamedTuple):
@@ -200,6 +209,7 @@ def key_gradient(
   log_sum: jax.Array,  # [B, H, T] float32, base 2
   d_sum: jax.Array,  # [B, H, T] float32: d_out . out
   seen_by: Range,  # [B, S] int32: the queries that see each key
+  dropout: Dropout | None,
   *,
   wanted: KeyGradients,  # of booleans
   logits: Logits,
@@ -259,6 +269,9 @@ def key_gradient(
     mine = start + warpgroup * ROWS
     own = steps_of(gmem.seen_by, b, mine, ROWS, tile)
     rows = load_range(gmem.seen_by, b, mine)
+    position = None
+    if gmem.dropout is not None:
+      position = load_row_vector(gmem.dropout.position.at[b, pl.ds(mine, ROWS)])
     in_tile = pl.ds(warpgroup * ROWS, ROWS)
     k_smem, v_smem = smem.k.at[in_tile], smem.v.at[in_tile]
     plgpu.barrier_wait(smem.own_loaded)
@@ -279,10 +292,17 @@ def key_gradient(
         x, factor = logits.of(products)
         weights = jnp.exp2(x * factor - broadcast_cols(log_sum, shape))
         weights = where_seen(weights, 0.0, rows, own, step)
-        left = KeyGradients(None, weights)
+        drop = lambda x: x
+        if position is not None:
+          queries = pl.ds(step * tile, tile)
+          words = (x.at[b, g * (H // G) + head, queries] for x in gmem.dropout.words)
+          words = tuple(broadcast_cols(load_col_vector(x), shape) for x in words)
+          drop = lambda x: dropped(x, words, broadcast_rows(position, shape), logits.dropout)
+        left = KeyGradients(None, drop(weights))
         if wanted.k:
           d_sum = broadcast_cols(load_col_vector(stage.d_sum), shape)
-          left = KeyGradients(logits.slope(x, weights * (d_weights[0] - d_sum)), weights)
+          d_logits = logits.slope(x, weights * (drop(d_weights[0]) - d_sum))
+          left = left._replace(k=d_logits)
         sums = (
           Dots([(backend.to_lhs(value, scratch, warpgroup), right)], start=start)
           for want, value, scratch, right, start in zip(
@@ -311,7 +331,7 @@ def key_gradient(
 
   return launch(
     body,
-    _KeyGmem(q, k, v, d_out, log_sum, d_sum, seen_by),
+    _KeyGmem(q, k, v, d_out, log_sum, d_sum, seen_by, dropout),
     KeyGradients(
       jax.ShapeDtypeStruct((B, S, G, K), jnp.bfloat16) if wanted.k else None,
       jax.ShapeDtypeStruct((B, S, G, V), jnp.bfloat16) if wanted.v else None,

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import ROWS, TILE, ForwardConfig
+from pallas_kernels.attention.dropout import Dropout
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
@@ -25,7 +26,7 @@ from pallas_kernels.attention.sm90.tiles import (
   Ring,
   launch,
 )
-from pallas_kernels.attention.softmax import Softmax, Steps, where_seen
+from pallas_kernels.attention.softmax import Dropped, Softmax, Steps, where_seen
 from pallas_kernels.attention.types import Logits, Options, Outputs, Range, Ranges
 from pallas_kernels.core.wgmma import (
   Backend,
@@ -44,12 +45,13 @@ class _Gmem(NamedTuple):
   q: Any
   keys: KeyTiles
   seen: Range
+  dropout: Dropout | None
 
 
 def forward(options: Options, q, k, v, ranges: Ranges) -> Outputs:
   """Outputs, and what the backward pass needs of this one."""
   static = {"logits": options.logits, "backend": options.backend}
-  return outputs(q, k, v, ranges.seen, config=options.config.forward, **static)
+  return outputs(q, k, v, ranges.seen, ranges.dropout, config=options.config.forward, **static)
 
 
 @traced_once("logits", "config", "backend")
@@ -58,6 +60,7 @@ def outputs(
   k: jax.Array,  # [B, S, G, K] bfloat16, S a multiple of 128
   v: jax.Array,  # [B, S, G, V] bfloat16
   seen: Range,  # [B, T] int32: the keys that each query sees
+  dropout: Dropout | None,
   *,
   logits: Logits,
   config: ForwardConfig,
@@ -85,7 +88,8 @@ def outputs(
       loop = of_tile(place, before)
       mine, own, rows = loop.rows_of(warpgroup)
       (q_smem,) = loop.own_tiles(warpgroup)
-      consumer = _Consumer(loop, own, rows, q_smem, warpgroup, logits, backend, (ROWS, V))
+      drops = Dropped.load(gmem.dropout, loop.batch, loop.head, mine, logits.dropout)
+      consumer = _Consumer(loop, own, rows, q_smem, warpgroup, logits, drops, backend, (ROWS, V))
       softmax = consumer.run()
       inverse, log_sum = softmax.end()
       out_smem = q_smem if smem.out is None else smem.out.at[place, pl.ds(warpgroup * ROWS, ROWS)]
@@ -104,7 +108,7 @@ def outputs(
   )
   return launch(
     body,
-    _Gmem(q, KeyTiles(k, v), seen),
+    _Gmem(q, KeyTiles(k, v), seen, dropout),
     out_type,
     QueryScratch.of([K], k, v, config, backend, out_tiles, config.query_tiles),
     grid=(B, H, tiles.ctas),
@@ -123,6 +127,7 @@ class _Consumer(NamedTuple):
   q_smem: Ref  # [64, K]
   warpgroup: jax.Array
   logits: Logits
+  drops: Dropped | None
   backend: Backend
   shape: tuple[int, int]  # of the outputs
 
@@ -176,6 +181,8 @@ class _Consumer(NamedTuple):
     """(top, total, what the sums so far shrink by, weights), once the step's values are there."""
     x, factor = self.logits.of(scores)
     x = where_seen(x, -jnp.inf, self.rows, self.own, step)
-    made = lax.optimization_barrier(softmax.advance(x, factor))
+    *sums, weights = softmax.advance(x, factor)
+    weights = weights if self.drops is None else self.drops.of(weights, step)
+    made = lax.optimization_barrier((*sums, weights))
     self.loop.ring.wait("v", self.loop.number(step))
     return made
