@@ -7,11 +7,11 @@ A model of `benchmarks.model_step` with random parameters; as many slots as clie
 sends prompts of about `--prompt` tokens, one after another. The server
 is a process of its own, asked over the loopback.
 
-First the model in float32, with exact products: the clients get the texts that `generate` draws for
-all prompts at once with the same seeds, but for one of 32 at most, where two tokens are as likely
-as each other, or there is no time. Then bfloat16: from the first request to the last answer, and
-`generate` with all prompts at once; both read them. Medians of three after two that compile. Prints
-a line of JSON.
+First four layers of it in float32, with exact products: the clients get the texts that `generate`
+draws for all prompts at once with the same seeds, but for one of 32 at most, where two tokens are
+as likely as each other, or there is no time. Then all in bfloat16: from the first request to the
+last answer, and `generate` with all prompts at once; both read them. Medians of three after two
+that compile. Prints a line of JSON.
 """
 
 import argparse
@@ -40,7 +40,8 @@ from train.step.model import build_model
 
 HOW = {"temperature": 1.0, "top_p": 1.0}
 _COMPILING, _TIMED = 2, 3  # passes
-_COMPARED = 32  # tokens of each text
+_BEGIN = time.monotonic()
+_COMPARED_LAYERS, _COMPARED_TOKENS = 4, 32
 
 
 def main(arguments=None) -> dict[str, Any]:
@@ -56,8 +57,9 @@ def main(arguments=None) -> dict[str, Any]:
   cfg = settings(BODIES[args.body], Sizes.parse(args.sizes) if args.sizes else None).model
   row: dict[str, Any] = {"body": args.body, "device": jax.devices()[0].device_kind}
   row |= {name: getattr(args, name) for name in ("clients", "rounds", "prompt", "new")}
-  with jax.default_matmul_precision("highest"), _saved(cfg, "float32") as loaded:
-    prompts, new = _prompts(cfg, args, 0), min(_COMPARED, args.new)
+  few = dataclasses.replace(cfg, num_layers=min(_COMPARED_LAYERS, cfg.num_layers))
+  with jax.default_matmul_precision("highest"), _saved(few, "float32") as loaded:
+    prompts, new = _prompts(cfg, args, 0), min(_COMPARED_TOKENS, args.new)
     with _server(loaded.source, args.clients, JAX_DEFAULT_MATMUL_PRECISION="highest") as port:
       asks = _ask_all(port, prompts, new)
       want, _ = _generated(loaded, prompts, new)  # compiles next to the server
@@ -65,19 +67,30 @@ def main(arguments=None) -> dict[str, Any]:
   row["equal"] = sum(a == b for a, b in zip(got, want, strict=True))
   if row["equal"] < args.clients - args.clients // 32:
     raise SystemExit(f"{row['equal']} of {args.clients} texts are those of generate: no time.")
-  with _saved(cfg, "bfloat16") as loaded:
+  _say(f"{row['equal']} of {args.clients} texts are those of generate")
+  with _saved(cfg, "bfloat16") as loaded, _server(loaded.source, args.clients) as port:
+    asks = _ask_all(port, _prompts(cfg, args, 1), args.new)
     passes = range(_COMPILING + _TIMED)
+    _generated(loaded, _prompts(cfg, args, 1), args.new)
+    _say("generate is compiled")
+    for ask in asks:
+      ask.result()
+    _say("the server is compiled")
     rows = [_rate(lambda n=n: _generated(loaded, _prompts(cfg, args, n), args.new)) for n in passes]
     row["generate"] = round(statistics.median(rows[_COMPILING:]))
-    with _server(loaded.source, args.clients) as port:
-      prompts = lambda n: [
-        _prompts(cfg, args, 10 + args.rounds * n + r) for r in range(args.rounds)
-      ]
-      rows = [_rate(lambda n=n: _rounds(port, prompts(n), args.new)) for n in passes]
+    _say(f"generate: {rows}")
+    prompts = lambda n, r: _prompts(cfg, args, 10 + args.rounds * n + r)
+    asked = [[prompts(n, r) for r in range(args.rounds)] for n in passes]
+    rows = [_rate(lambda each=each: _rounds(port, each, args.new)) for each in asked]
+    _say(f"serve: {rows}")
   row |= {"serve": round(statistics.median(rows[_COMPILING:])), "passes": [round(x) for x in rows]}
   row["ratio"] = round(row["serve"] / row["generate"], 3)
   print(json.dumps(row), flush=True)
   return row
+
+
+def _say(line: str) -> None:
+  print(f"{time.monotonic() - _BEGIN:.0f} s: {line}", file=sys.stderr, flush=True)
 
 
 def _rate(run) -> float:
