@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lnssm_jax.files.reading import read_json
-from lnssm_jax.pretrained import safetensors
+from lnssm_jax.pretrained import safetensors, torch_files
 from lnssm_jax.pretrained.manifest import ExportError
 from lnssm_jax.pretrained.tokenizers import FileTokenizer
 
@@ -34,8 +34,10 @@ _CONVERT = (
 
 
 def is_published(folder: str | Path) -> bool:
-  """Whether a folder looks like a published model."""
+  """Whether a folder, or a file of torch, looks like a published model."""
   folder = Path(folder)
+  if folder.suffix == ".pth" and folder.is_file():
+    return True
   names = [TENSORS, INDEX]
   has_tensors = any((folder / name).is_file() for name in names) or bool(_pickles(folder))
   return (folder / CONFIG).is_file() and has_tensors
@@ -49,7 +51,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 class Tensors(Mapping[str, np.ndarray]):
-  """The tensors of a folder by name, memory-mapped.
+  """The tensors of a folder, or of a file of torch, by name, memory-mapped.
 
   Raises:
     ExportError: there are none, they are pickles, a file is damaged, is a link, or the index does
@@ -57,15 +59,16 @@ class Tensors(Mapping[str, np.ndarray]):
   """
 
   def __init__(self, folder: Path):
-    files = self._files(folder)
-    self._homes: dict[str, safetensors.Tensors] = {}
+    alone = folder.is_file()  # of torch
+    files = {"": None} if alone else self._files(folder)
+    self._homes: dict[str, safetensors.Tensors | torch_files.Tensors] = {}
     self._stored: dict[str, str] = {}  # {name: the one in the file}, where it was renamed
     # {name: a function that corrects it}
     self.corrections: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
     for name, wanted in files.items():
       path = folder / name
       try:
-        opened = safetensors.Tensors(path)
+        opened = torch_files.Tensors(path) if alone else safetensors.Tensors(path)
       except (OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read ({error}).") from None
       if wanted is not None and wanted != set(opened):

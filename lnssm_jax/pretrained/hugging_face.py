@@ -24,7 +24,7 @@ from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
 from lnssm_jax.pretrained import adapters, exports, folders, placing
-from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, table
+from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, rwkv_files, table
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
 
@@ -47,7 +47,8 @@ def load(
   memory never has a second copy of the model. The folder is data: nothing in it is executed.
 
   Args:
-    folder: of one file, or of several with an index.
+    folder: of one file, or of several with an index; or the .pth file of RWKV-6 or 7 (World, G1).
+      It is read without torch, and without running what its pickle says.
     dtype: of activations and matrix products; None takes that of the embedding in the file, but
       float32 for float16.
     param_dtype: of the parameters; None leaves each as it is stored.
@@ -70,9 +71,14 @@ def load(
   folder = Path(folder)
   check_dtype("dtype", dtype)
   check_dtype("param_dtype", param_dtype)
-  config, tensors = folders.config(folder), folders.Tensors(folder)
-  sample = folders.sample(folder, config)  # before the parameters, which take time
-  family, settings = _of_config(folder, config, max_length)
+  if folder.is_file():  # RWKV as its author publishes it
+    tensors, sample = folders.Tensors(folder), {}
+    family, config = _of_file(folder, tensors)
+    settings = family.settings(config)
+  else:
+    config, tensors = folders.config(folder), folders.Tensors(folder)
+    sample = folders.sample(folder, config)  # before the parameters, which take time
+    family, settings = _of_config(folder, config, max_length)
   try:
     tensors.rename(family.older_tensors)
     family = family.as_stored(tensors.shapes)
@@ -286,6 +292,13 @@ def _of_config(folder: Path, config, max_length) -> tuple[Family, dict[str, Any]
     return family, settings
   except ExportError as error:
     raise ExportError(f"{folder / folders.CONFIG}: {error}") from None
+
+
+def _of_file(path: Path, tensors: folders.Tensors) -> tuple[Family, dict[str, Any]]:
+  try:
+    return rwkv_files.of_tensors(tensors.shapes)
+  except ExportError as error:
+    raise ExportError(f"{path}: {error}") from None
 
 
 def _check_sizes(family: Family, settings, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,0 +1,205 @@
+"""RWKV as its author publishes it: one .pth, read without torch and without running its pickle."""
+
+import collections
+import pickle
+import sys
+import types
+import zipfile
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lnssm_jax
+from lnssm_jax.models.settings import params_of
+from lnssm_jax.pretrained import ExportError, hugging_face, torch_files
+from tests.pretrained.published import recorded, write
+
+# {part of a tensor's name in fla's layout: of the author's, whether it is transposed}
+NAMES = {
+  "model.embeddings.weight": "emb.weight",
+  "lm_head.weight": "head.weight",
+  "model.norm.": "ln_out.",
+  "model.layers.": "blocks.",
+  ".pre_norm.": ".ln0.",
+  ".attn_norm.": ".ln1.",
+  ".ffn_norm.": ".ln2.",
+  ".attn.g_norm.": ".att.ln_x.",
+  ".attn.r_proj.": ".att.receptance.",
+  ".attn.k_proj.": ".att.key.",
+  ".attn.v_proj.": ".att.value.",
+  ".attn.o_proj.": ".att.output.",
+  ".attn.": ".att.",
+} | {
+  f".{x}_lora.lora.{number}": f".{x}{n}" for x in "wavg" for number, n in (("0.weight", 1),
+  ("2.weight", 2), ("2.bias", 0))
+}  # fmt: skip
+
+
+def of_author(tensors):
+  """The tensors of fla's RWKV-7 as the author's file has them."""
+  found = {}
+  for name, x in tensors.items():
+    new = name
+    for old, today in NAMES.items():
+      new = new.replace(old, today)
+    low_rank = "_lora" in name
+    found[new] = x[None, None] if low_rank and x.ndim == 1 else x.T if low_rank else x
+    if new.endswith((".k_k", ".k_a", "ffn.x_k")):
+      found[new] = x.reshape(1, 1, -1)
+  return found
+
+
+class Storage:
+  """What a pickle of torch has in place of the numbers."""
+
+  def __init__(self, kind, key, size):
+    self.pid = ("storage", kind, key, "cpu", size)
+
+
+class Pickler(pickle.Pickler):
+  def persistent_id(self, obj):
+    return obj.pid if isinstance(obj, Storage) else None
+
+
+@pytest.fixture
+def torch_names(monkeypatch):
+  """Functions with the names that torch has, for the pickle to mention."""
+  utils, torch = types.ModuleType("torch._utils"), types.ModuleType("torch")
+
+  def named(module, name):
+    def function(*_):
+      raise AssertionError("a pickle was run")
+
+    function.__module__, function.__qualname__ = module.__name__, name
+    setattr(module, name, function)
+    return function
+
+  named(utils, "_rebuild_tensor_v2")
+  for name in ("FloatStorage", "BFloat16Storage"):
+    named(torch, name)
+  torch._utils = utils
+  monkeypatch.setitem(sys.modules, "torch", torch)
+  monkeypatch.setitem(sys.modules, "torch._utils", utils)
+  return torch
+
+
+class Call:
+  """An object that is pickled as a call."""
+
+  def __init__(self, function, *arguments):
+    self.call = function, arguments
+
+  def __reduce__(self):
+    return self.call
+
+
+def write_torch(path, tensors, torch, *, more=None):
+  """A file as `torch.save` writes one."""
+  kinds = {"float32": torch.FloatStorage, "bfloat16": torch.BFloat16Storage}
+  content, data = collections.OrderedDict(), {}
+  for number, (name, x) in enumerate(tensors.items()):
+    storage = Storage(kinds[str(x.dtype)], str(number), x.size)
+    strides = tuple(s // x.itemsize for s in np.ascontiguousarray(x).strides)
+    arguments = storage, 0, x.shape, strides, False, collections.OrderedDict()
+    content[name] = Call(torch._utils._rebuild_tensor_v2, *arguments)
+    data[str(number)] = np.ascontiguousarray(x).tobytes()
+  content.update(more or {})
+  with zipfile.ZipFile(path, "w") as archive:
+    with archive.open("model/data.pkl", "w") as file:
+      Pickler(file, 2).dump(content)
+    for key, numbers in data.items():
+      archive.writestr(f"model/data/{key}", numbers)
+    archive.writestr("model/byteorder", "little")
+  return path
+
+
+def test_rwkv7_of_its_author_is_the_model_of_flas_folder(tmp_path, torch_names):
+  """Parameters bit for bit, and logits but for the norm's eps, which has no factor of the width."""
+  case = "fla_rwkv7"
+  tensors = {name: x.astype(np.float32) for name, x in recorded(case).tensors.items()}
+  path = write_torch(tmp_path / "RWKV-x070.pth", of_author(tensors), torch_names)
+  want = hugging_face.load(write(tmp_path / "fla", case, dtype=np.float32))
+  got = lnssm_jax.load_model(path)
+  jax.tree.map(np.testing.assert_array_equal, params_of(got.model), params_of(want.model))
+  (line,) = hugging_face.differences(got.settings["model"], want.settings["model"])
+  assert line.startswith("mixer_options.0.norm_eps: ")
+  K = got.settings["model"]["dim"] // got.settings["model"]["num_heads"]
+  assert got.settings["model"]["mixer_options"]["norm_eps"] * K == pytest.approx(64e-5)
+
+
+def test_rwkv6_of_its_author_is_the_model_of_flas_folder(tmp_path, torch_names):
+  """Its streams are in the order w, k, v, r, g, as here; fla's begin with r."""
+  case, found = "fla_rwkv6", {}
+  tensors = {name: x.astype(np.float32) for name, x in recorded(case).tensors.items()}
+  want = hugging_face.load(write(tmp_path / "fla", case, dtype=np.float32))
+  params, layers = params_of(want.model), recorded(case).config["num_hidden_layers"]
+  row = lambda x: np.asarray(x).reshape(1, 1, -1)
+  for n in range(layers):
+    mixer, channel = (
+      jax.tree.map(lambda x, n=n: np.asarray(x[n]), params["blocks"][name])
+      for name in ("mixer", "channel_mixer")
+    )
+    att, ffn = f"blocks.{n}.att.", f"blocks.{n}.ffn."
+    found |= {f"{att}time_maa_{x}": row(mixer[f"mu_{x}"]) for x in "xwkvrg"}
+    found |= {f"{ffn}time_maa_{x}": row(channel[f"mu_{x}"]) for x in "kr"}
+    found |= {f"{att}time_maa_w1": mixer["mix_down_proj"]["kernel"]}
+    found |= {f"{att}time_maa_w2": mixer["mix_up"], f"{att}time_decay": row(mixer["w"])}
+    found |= {f"{att}time_faaaa": mixer["u"].reshape(want.settings["model"]["num_heads"], -1)}
+    for number, x in enumerate(("decay_down_proj", "decay_up_proj"), 1):
+      found[f"{att}time_decay_w{number}"] = mixer[x]["kernel"]
+  names = {name: x for name, x in NAMES.items() if "lora" not in name and name != ".attn."}
+  names |= {".attn.g_proj.linear.": ".att.gate.", ".linear.weight": ".weight"}
+  for name, x in tensors.items():
+    for old, today in names.items():
+      name = name.replace(old, today)
+    kept = name.endswith((".weight", ".bias")) and "_proj" not in name
+    found |= {name: x} if kept and name.count(".") < 5 else {}
+  got = lnssm_jax.load_model(write_torch(tmp_path / "RWKV-x060.pth", found, torch_names))
+  jax.tree.map(np.testing.assert_array_equal, params_of(got.model), params)
+  options = got.settings["model"]["mixer_options"]
+  assert options["norm_eps"] == 1e-5  # after a division by 8: 64e-5 without
+
+
+def test_file_of_torch_has_the_numbers_of_each_dtype(tmp_path, torch_names):
+  tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, ml_dtypes.bfloat16)}
+  found = torch_files.Tensors(write_torch(tmp_path / "x.pth", tensors, torch_names))
+  assert {name: found.kind(name) for name in found} == {
+    "a": ("float32", (2, 3)),
+    "b": ("bfloat16", (3,)),
+  }
+  for name, x in tensors.items():
+    np.testing.assert_array_equal(found.mapped(name), x)
+
+
+@pytest.mark.parametrize(
+  ("more", "message"),
+  [
+    ({"x": Call(print, "run")}, r"it calls \w+\.print, which is no part of a tensor"),
+    ({"x": 3}, "other things than tensors"),
+  ],
+)
+def test_file_of_torch_that_calls_or_holds_other_things_raises(
+  tmp_path, more, message, torch_names
+):
+  tensors = {"emb.weight": np.ones((2, 2), np.float32)}
+  path = write_torch(tmp_path / "x.pth", tensors, torch_names, more=more)
+  with pytest.raises(ExportError, match=message):
+    hugging_face.load(path)
+
+
+def test_file_of_torch_of_another_model_or_of_a_larger_tensor_raises(tmp_path, torch_names):
+  tensors = {"emb.weight": np.ones((2, 2), np.float32)}
+  for name in ("head.weight", "ln_out.weight"):
+    tensors[name] = tensors["emb.weight"]
+  tensors["blocks.0.ffn.key.weight"] = tensors["emb.weight"]
+  path = write_torch(tmp_path / "x.pth", tensors, torch_names)
+  with pytest.raises(ExportError, match=r"neither blocks.0.att.r_k \(RWKV-7\)"):
+    hugging_face.load(path)
+  storage = Storage(torch_names.FloatStorage, "0", 4)
+  arguments = storage, 1, (2, 2), (2, 1), False, collections.OrderedDict()
+  more = {"x": Call(torch_names._utils._rebuild_tensor_v2, *arguments)}
+  write_torch(path, tensors, torch_names, more=more)
+  with pytest.raises(ExportError, match="larger than its storage"):
+    hugging_face.load(path)
