@@ -77,8 +77,12 @@ def over_chunks(chunk, carry, by_token, by_chunk=(), *, size, reverse):
 
 
 def _row_major(x):
-  """x in the layout that arrays have: else XLA copies whole arrays into that of a chunk."""
-  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+  """x in the layout that arrays have: else XLA copies whole arrays into that of a chunk.
+
+  On GPUs, where memory is short; a program with the constraint cannot be exported.
+  """
+  constrained = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+  return jax.lax.platform_dependent(x, cuda=constrained, default=lambda x: x)
 
 
 def shift(x: Any, later: bool, boundary: jax.Array | None = None) -> Any:
