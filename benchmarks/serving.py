@@ -4,8 +4,8 @@
     python -m benchmarks.serving --sizes dim=64,num_layers=2,vocab_size=300 --clients 8 --new 32
 
 A model of `benchmarks.model_step` with random parameters; as many slots as clients, each of which
-sends prompts of about `--prompt` tokens, one after another. The server
-is a process of its own, asked over the loopback.
+sends prompts of about `--prompt` tokens, one after another. The server is a process of its own,
+asked over the loopback.
 
 First four layers of it in float32, with exact products: the clients get the texts that `generate`
 draws for all prompts at once with the same seeds, but for one of 32 at most, where two tokens are
