@@ -197,6 +197,12 @@ def _normalized(positions: str, score: str):
   return lambda a, b: Difference("lm_normalization.csv", score, row(a), row(b))
 
 
+def _convolution(*pairs, score: str = "val_books loss"):
+  """Differences of lm_convolution.csv between (model, convolution)."""
+  row = lambda model, convolution: {"model": model, "convolution": convolution}
+  return [Difference("lm_convolution.csv", score, row(*a), row(*b)) for a, b in pairs]
+
+
 _SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
 _dsf = lambda width, state: _recall("mqar_dsf.csv", "model", width=width, state=state, mlp="no")
 _accuracy = _long("babilong", "accuracy", "mean")
@@ -209,6 +215,7 @@ _sse = _books("lm_sse.csv", "model")
 _lcsm = _books("lm_lcsm.csv", "code")
 
 _PUBLISHED = ("attention", "longhorn", "mamba", "rwkv", "based", "hyena", "base_conv")
+_RECURRENCES = ("gla", "mamba2", "sse", "longhorn", "lnssm", "rwkv5")
 
 # By claim, in the order of claims.md.
 COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
@@ -307,6 +314,21 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
     for n in ("1024", "8192")
     for a, b in (("sse", "gla"), ("longhorn", "sse"))
   ],
+  "a short convolution": _convolution(
+    *(((name, "with"), (name, "without")) for name in _RECURRENCES),
+  ),
+  "recurrences with and without one": _convolution(
+    *(
+      ((a, how), (b, how))
+      for how in ("without", "with")
+      for a, b in (
+        ("lnssm", "rwkv5"),
+        ("longhorn", "mamba2"),
+        ("sse", "gla"),
+        ("mamba2", "rwkv5"),
+      )
+    ),
+  ),
   "LCSM's decay": _lcsm(
     ("1-10-1-0", "1-4-1-0"),
     ("1-1-1-0", "1-4-1-0"),

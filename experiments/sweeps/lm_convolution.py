@@ -6,11 +6,10 @@ FOLDER as in `configs/lnssm_72m_books.py`; a BPE of 8,192 entries is trained on 
 short convolution, and not the recurrence, makes the differences between mixers. Each mixer stands
 in the same block, 6 layers of 512 with SwiGLU of 1,408 and a norm after the embedding, without its
 own token shift or convolution: with none at all, or all with the same one of its input, over four
-tokens (`experiments/convolved.py`). GLA is also there as in `lm_sse.py`, where few first
-tokens have most of its gradient (docs/performance.md), and so with a larger eps. 5.12M tokens per
-run. The rate is chosen by seed 0 alone, of three rates and more at an edge; the result is of
-seeds 1 to 6: 644M tokens.
-Measured: nothing yet.
+tokens (`experiments/convolved.py`). 5.12M tokens per run. The rate is chosen by seed 0 alone, of
+three rates and more at an edge; the result is of seeds 1 to 3: 368M tokens.
+Measured: all 73 runs in about eight minutes of one H200 (experiments/results/convolution.md): the
+convolution lowers the loss on books by 0.11 for Mamba-2, 0.08 for GLA and 0.02 for LNSSM.
 """
 
 import dataclasses
@@ -23,8 +22,6 @@ from train.config import Train
 from train.sweeps import Plot, grid
 
 convolved.register()
-# As in `lm_sse.py`: no norm after the embedding, GPT-2's start; one with a larger eps of its norm.
-STARTS = {"gla-gpt2": {}, "gla-gpt2-eps": {"norm_eps": 1e-2}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "gla": ("gla", {}),
   "mamba2": ("mamba2", {"conv_size": None}),
@@ -32,26 +29,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   "longhorn": ("longhorn", {"conv_size": None}),
   "lnssm": ("lnssm", {"shift": "none"}),
   "rwkv5": ("unshifted_rwkv5", {"num_heads": 8}),
-  **{name: ("gla", options) for name, options in STARTS.items()},
 }
 LENGTH, BATCH, TOKENS = 1024, 16, 5_120_000
 CONVOLUTIONS = {"without": None, "with": 4}
 
 
-def make(model: str, convolution: str) -> Train | None:
+def make(model: str, convolution: str) -> Train:
   """The GLA of `lm_sse.py` with another mixer, a norm after the embedding and a cosine."""
-  if model in STARTS and convolution != "without":
-    return None
   cfg = lm_sse.make("gla")
   mixer, options = MODELS[model]
-  changes: dict[str, Any] = {"mixer": mixer, "mixer_options": options, "embedding_norm": False}
-  if model not in STARTS:
-    given = {"inner": mixer, "options": options, "conv_size": CONVOLUTIONS[convolution]}
-    name = convolved.Convolved.name
-    changes = {"mixer": name, "mixer_options": given, "embedding_norm": True}
+  given = {"inner": mixer, "options": options, "conv_size": CONVOLUTIONS[convolution]}
+  changes: dict[str, Any] = {"mixer": convolved.Convolved.name, "mixer_options": given}
   cfg = dataclasses.replace(
     cfg,
-    model=dataclasses.replace(cfg.model, **changes),
+    model=dataclasses.replace(cfg.model, **changes, embedding_norm=True),
     optimizer=dataclasses.replace(cfg.optimizer, schedule="cosine", final_lr=6e-5),
   )
   return shortened(cfg, tokens=TOKENS, length=LENGTH, batch=BATCH)
@@ -61,7 +52,7 @@ SWEEP = grid(
   make,
   {"model": MODELS, "convolution": CONVOLUTIONS},
   learning_rates=(2.4e-4, 6e-4, 1.5e-3, 4e-3, 1e-2),
-  seeds=range(7),
+  seeds=range(4),
   folder="{model}-{convolution}-lr{lr:g}-seed{seed}",
 )
 PLOT = Plot(x="convolution", colors=COLORS, line="model")
