@@ -87,7 +87,7 @@ def _known(name: str) -> Any:
 
 
 def _content(pickled: bytes) -> Any:
-  """What a pickle of tensors by name says: each of its few instructions, and no others."""
+  """The content of a pickle of tensors by name, from its few instructions alone."""
   stack: list[Any] = []
   marks: list[int] = []
   memo: dict[int, Any] = {}

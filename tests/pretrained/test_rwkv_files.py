@@ -52,7 +52,7 @@ def of_author(tensors):
 
 
 class Storage:
-  """What a pickle of torch has in place of the numbers."""
+  """The place of numbers in a pickle of torch."""
 
   def __init__(self, kind, key, size):
     self.pid = ("storage", kind, key, "cpu", size)
