@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lnssm_jax.ops import WKV4State, wkv4
+from lnssm_jax.ops.wkv4.chunked import accelerator_chunk_size
 from tests.ops import contract
 from tests.ops.promises import close
 
@@ -162,6 +163,13 @@ def test_memory_of_the_backward_pass_holds_states_between_chunks():
   # The output, its cotangent, and three states of every 8th step; autodiff keeps every step's.
   assert memory("chunked") < 2.5
   assert memory("reference") > 7
+
+
+def test_chunks_on_accelerators_have_fewer_tokens_where_arrays_are_large():
+  sizes = (
+    accelerator_chunk_size(*of) for of in ((1, 64), (1, 2048), (8, 1024), (8, 2048), (64, 4096))
+  )
+  assert list(sizes) == [512, 512, 128, 64, 64]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from lnssm_jax.ops.core.chunking import over_chunks, shift
 from lnssm_jax.ops.core.precision import CompensatedSum
@@ -22,7 +23,9 @@ from pallas_kernels.core.gradients import custom_vjp
 
 # As in the diagonal scan: chains of steps on CPUs, long chunks and a logarithmic depth elsewhere.
 _CPU_CHUNK_SIZE = 8
-_ACCELERATOR_CHUNK_SIZE = 512
+# There a chunk holds a few dozen arrays at a time: fewer tokens where these would be large.
+_ACCELERATOR_CHUNK_SIZES = 64, 512
+_LARGEST_ARRAY = 1 << 20  # numbers
 _LONGEST_CHAIN = 32
 
 
@@ -48,8 +51,18 @@ class _Static(NamedTuple):
 
 def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, WKV4State]:
   """The chunked form."""
-  default = _CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else _ACCELERATOR_CHUNK_SIZE
+  B, _, D = inputs.k.shape
+  default = _CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else accelerator_chunk_size(B, D)
   return _run(_Static(options.chunk_size or default, False), inputs)
+
+
+def accelerator_chunk_size(batch: int, channels: int) -> int:
+  """Tokens per chunk, a power of two."""
+  least, most = _ACCELERATOR_CHUNK_SIZES
+  if is_symbolic_dim(batch):
+    return most
+  fit = max(_LARGEST_ARRAY // max(batch * channels, 1), 1)
+  return min(max(1 << (fit.bit_length() - 1), least), most)
 
 
 def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, WKV4State]:
