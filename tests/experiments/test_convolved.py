@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from experiments.convolved import Convolved, UnshiftedRWKV5
@@ -57,6 +58,7 @@ def test_without_a_convolution_it_is_the_mixer_itself():
   np.testing.assert_array_equal(mixer(x)[0], mixer.mixer(x)[0])
 
 
+@pytest.mark.slow
 def test_unshifted_rwkv5_has_streams_of_the_token_alone():
   mixer = drawn(lambda: UnshiftedRWKV5(DIM, num_heads=2, rngs=nnx.Rngs(0)))
   params = float64_params(mixer)
