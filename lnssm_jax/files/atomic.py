@@ -19,7 +19,7 @@ from collections.abc import Buffer, Callable, Iterator, Mapping
 from pathlib import Path
 
 from lnssm_jax.files import buckets
-from lnssm_jax.files.reading import check_regular, retried
+from lnssm_jax.files.reading import descriptor_of, retried
 
 # Errors of file systems on which a folder cannot be synced.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
@@ -52,8 +52,8 @@ def append_to(path: Path) -> io.FileIO:
     OSError: it is a link, folder, pipe or device, or cannot be written.
   """
   # For reading too: a pipe opened for writing alone would be waited for.
-  flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-  return os.fdopen(check_regular(os.open(path, flags, 0o666), path), "ab", buffering=0)
+  flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+  return os.fdopen(descriptor_of(path, flags), "ab", buffering=0)
 
 
 def write_all(file: io.FileIO, content: Buffer) -> None:
@@ -236,9 +236,8 @@ def locked(path: Path, waiting: Callable[[], object] = lambda: None) -> Iterator
 
 def _locked(file: Path, waiting: Callable[[], object]) -> int:
   """Descriptor of a lock file that has its name and, where there are locks, is locked."""
-  flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
   while True:
-    descriptor = check_regular(os.open(file, flags, 0o666), file)
+    descriptor = descriptor_of(file, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
     try:
       try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -48,20 +48,20 @@ def open_regular(path: str | Path, *, follow_links: bool = False) -> io.Buffered
   Raises:
     OSError: it is a link, folder, pipe or device, or cannot be read.
   """
-  flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+  return os.fdopen(descriptor_of(path, os.O_RDONLY | os.O_NONBLOCK, follow_links), "rb")
+
+
+def descriptor_of(path: str | Path, flags: int, follow_links: bool = False) -> int:
+  """`os.open` of a regular file, with `OSError` as `open_regular`."""
+  flags |= os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
   try:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags, 0o666)
   except OSError as error:
     if error.errno == errno.ELOOP and not follow_links:
       raise OSError(f"{Path(path).name} is a link; links are not followed") from None
     if error.errno == errno.ENXIO:  # a socket
       raise OSError(f"{Path(path).name} is not a regular file") from None
     raise
-  return os.fdopen(check_regular(descriptor, path), "rb")
-
-
-def check_regular(descriptor: int, path: str | Path) -> int:
-  """Returns an open descriptor; closes it and raises OSError unless it is of a regular file."""
   if not stat.S_ISREG(os.fstat(descriptor).st_mode):
     os.close(descriptor)
     raise OSError(f"{Path(path).name} is not a regular file")

@@ -13,6 +13,7 @@ import pytest
 from experiments import babilong_samples, rouge
 from experiments.vision.images import FolderImages
 from lnssm_jax.files import atomic
+from lnssm_jax.files.atomic import append_to
 from lnssm_jax.files.reading import open_regular, read_json
 from lnssm_jax.pretrained import DataError, exports
 from train import config
@@ -71,8 +72,9 @@ def run(tiny):
 @ODD
 def test_odd_file_opened_rejected(replace, tmp_path):
   replace(tmp_path / "x")
-  with pytest.raises(OSError, match=r"x is a link; links are not|x is not a regular file"):
-    open_regular(tmp_path / "x")
+  for opened in (open_regular, append_to):
+    with pytest.raises(OSError, match=r"x is a link; links are not|x is not a regular|Is a dir"):
+      opened(tmp_path / "x")
   with pytest.raises(OSError, match=r"x is a link|not a regular file"):
     read_json(tmp_path / "x", 100)
   if replace is link:

@@ -195,6 +195,29 @@ def test_references_of_all_sets_are_those_of_their_windows_and_are_found_again(
     reference.compute(*how[:3], np.float32(np.nan), *how[4:])
 
 
+def test_reference_with_a_flipped_bit_is_an_error_or_the_same(tmp_path):
+  """In the headers of its archive: such as a method of compression, or a password."""
+  windows = type(
+    "Windows", (), {"__len__": lambda self: 3, "fingerprint": "f" * 16, "seq_len": 5}
+  )()
+  file, want = tmp_path / reference.FILE, np.arange(15, dtype=np.float32).reshape(3, 5)
+  np.savez(file, **{windows.fingerprint: want})
+  content, errors = file.read_bytes(), 0
+  begin = content.index(b"\x93NUMPY")
+  end = begin + content[begin:].index(b"PK")
+  for place in (*range(begin), *range(end, len(content))):
+    for bit in range(8):
+      changed = bytearray(content)
+      changed[place] ^= 1 << bit
+      file.write_bytes(changed)
+      try:
+        reference.load([windows], tmp_path)
+        assert windows.reference.tobytes() == want.tobytes()
+      except DataError as error:
+        errors += str(error).startswith(f"{file} has ")
+  assert errors > 300
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [

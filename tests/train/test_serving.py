@@ -389,7 +389,10 @@ def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--slots", "0"], "error: size=0 must be an integer of at least 1."),
+    (["--slots", "0"], "error: --slots=0 must be an integer of at least 1."),
+    (["--slots", "1000000000"], "error: --slots 1000000000 must be at most 65536"),
+    (["--most-tokens", "0"], "error: --most-tokens=0 must be an integer of at least 1."),
+    (["--prefix-memory", "-1"], "--prefix-memory -1 at least 0."),
     (["--port", "{taken}"], "Address already in use"),
   ],
 )

@@ -7,6 +7,7 @@ bytes per token, and no second copy of the parameters. A set is found by its win
 
 import io
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from train.step.train_step import make_reference_step
 
 FILE = "reference.npz"
 _MOST_BYTES = 1 << 40
+_DAMAGED = zipfile.BadZipFile, zlib.error
 
 
 def pairs_of(sources: Iterable[Any]) -> list[TokenWindows]:
@@ -84,14 +86,16 @@ def load(sources: Sequence[TokenWindows], folder: Path) -> None:
     with np.load(io.BytesIO(read_bytes(path, _MOST_BYTES))) as file:
       for source in sources:
         source.reference = file.get(source.fingerprint)
-  except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+  # RuntimeError: a method of compression that Python lacks, a password.
+  except (OSError, ValueError, EOFError, TypeError, RuntimeError, *_DAMAGED) as error:
     raise DataError(
       f"{path} has the log-probabilities of the initial model, and cannot be read ({error!s:.100});"
       " restore it, or start again with another run_dir."
     ) from None
   for source in sources:
-    shape = None if source.reference is None else source.reference.shape
-    if shape != (len(source), source.seq_len):
+    found = source.reference
+    kind = None if found is None else (found.shape, found.dtype)
+    if kind != ((len(source), source.seq_len), np.float32):
       raise DataError(
         f"{path} has no log-probabilities of the initial model for {source!r}: its text, seq_len or"
         " data.pack_rows are not those with which the run began; restore them, or start again with"

@@ -11,6 +11,7 @@ from train.cluster.stop_signal import StopSignal
 from train.messages import Say
 
 _MIB = 1 << 20
+_MOST_SLOTS = 1 << 16
 
 
 def serve(
@@ -46,8 +47,13 @@ def serve(
   from train.serving import app
   from train.serving.engine import Engine
 
-  check_positive("--queue", queue)
-  most_tokens = most_tokens or loaded.model.max_length or 32_768
+  most_tokens = (loaded.model.max_length or 32_768) if most_tokens is None else most_tokens
+  for option, size in {"slots": slots, "queue": queue, "most-tokens": most_tokens}.items():
+    check_positive(f"--{option}", size)
+  if slots > _MOST_SLOTS or prefix_memory < 0:  # each slot has a state, in memory at once
+    raise ValueError(
+      f"--slots {slots} must be at most {_MOST_SLOTS}, --prefix-memory {prefix_memory} at least 0."
+    )
   engine = Engine(Slots(loaded.model, slots, prefix_memory=prefix_memory * _MIB), queue=queue)
   name = loaded.source.resolve().name
   try:
