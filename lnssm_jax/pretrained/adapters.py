@@ -42,7 +42,13 @@ _FREE = [
   "target_modules",
   "task_type",
 ]
-_FIXED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+_FIXED = {
+  "peft_type": ("LORA",),
+  "bias": ("none",),
+  "init_lora_weights": (True, False, "gaussian"),
+  "use_rslora": (True, False, None),
+}
+_MODULE = re.compile(r"[\w.]+")
 
 
 class Correction(NamedTuple):
@@ -73,7 +79,7 @@ def read(folder: str | Path) -> dict[str, Correction]:
       f"{folder} has no adapter of PEFT: {CONFIG} and {TENSORS} cannot be read ({error})."
     ) from None
   try:
-    alpha, alphas = _numbers(config)
+    alpha, alphas, ranks = _numbers(config)
     found = {}
     for name in tensors:
       module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
@@ -81,6 +87,8 @@ def read(folder: str | Path) -> dict[str, Correction]:
       a, b = pair
       if a is None or b is None or a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
         raise ExportError(f"{name} is no part of a correction a [r, in], b [out, r] of a matrix.")
+      if len(a) not in ranks:
+        raise ExportError(f"{name} has rank {len(a)}, which is neither r nor in rank_pattern.")
       own = [x for key, x in alphas.items() if f".{module}".endswith(f".{key}")]
       size = math.sqrt(len(a)) if config.get("use_rslora") else len(a)
       found[f"{module}.weight"] = Correction(a, b, (own[0] if own else alpha) / size)
@@ -91,24 +99,31 @@ def read(folder: str | Path) -> dict[str, Correction]:
   return found
 
 
-def _numbers(config: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-  """(lora_alpha, alpha_pattern) of an adapter_config.json, whose other settings are checked."""
+def _numbers(config: Mapping[str, Any]) -> tuple[float, dict[str, float], list[int]]:
+  """(lora_alpha, alpha_pattern, ranks) of an adapter_config.json, whose settings are checked."""
   for name, value in config.items():
     if name in _FIXED:
       known = any(value == x and type(value) is type(x) for x in _FIXED[name])
     else:
-      known = name in (*_FREE, "r", "lora_alpha", "alpha_pattern", "use_rslora") or not value
+      known = name in (*_FREE, "r", "lora_alpha", "alpha_pattern") or not value
     if not known:
       raise ExportError(f"{name}={value!r:.80} of an adapter is not implemented.")
-  rank, alpha, alphas = config.get("r"), config.get("lora_alpha", 8), config.get("alpha_pattern")
-  alphas = alphas or {}
-  numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
-  if type(rank) is not int or not all(is_number(x) and 0 < x < 2**48 for x in numbers):
+  rank: Any = config.get("r")
+  alpha = config.get("lora_alpha", 8)
+  alphas, ranks = (config.get(f"{name}_pattern") or {} for name in ("alpha", "rank"))
+  if not all(isinstance(x, dict) and all(map(_MODULE.fullmatch, x)) for x in (alphas, ranks)):
     raise ExportError(
-      f"r={rank!r:.80}, lora_alpha={alpha!r:.80}, alpha_pattern={alphas!r:.80} must be a whole"
-      " number, a number above 0, and such numbers by module."
+      f"alpha_pattern={alphas!r:.80}, rank_pattern={ranks!r:.80} of an adapter must have names of"
+      " modules; other regular expressions are not implemented."
     )
-  return alpha, alphas
+  numbers, sizes = [alpha, *alphas.values()], [rank, *ranks.values()]
+  are_numbers = all(is_number(x) and 0 < x < 2**48 for x in (*numbers, *sizes))
+  if not are_numbers or not all(type(x) is int for x in sizes):
+    raise ExportError(
+      f"r={rank!r:.80}, lora_alpha={alpha!r:.80}, rank_pattern={ranks!r:.80}, alpha_pattern="
+      f"{alphas!r:.80} must be a whole number, a number above 0, and such numbers by module."
+    )
+  return alpha, alphas, sizes
 
 
 def named(
@@ -131,6 +146,8 @@ def named(
         f"the adapter changes {name} of shape {wanted}, but the model has"
         f" {shapes.get(name, 'none')}; give the adapter of this model."
       )
+    if same[0] in found:
+      raise ExportError(f"the adapter changes {same[0]} twice, by two names; leave one of them.")
     found[same[0]] = x
   return found
 

@@ -107,6 +107,12 @@ def test_saved_adapter_has_the_same_logits_in_peft(tmp_path):
     ({"lora_alpha": "3"}, "lora_alpha='3'"),
     ({"alpha_pattern": [1]}, r"alpha_pattern=\[1\]"),
     ({"r": None}, "r=None"),
+    ({"r": 0}, "r=0"),
+    ({"r": 77}, "has rank 2, which is neither r nor in rank_pattern"),
+    ({"rank_pattern": "x"}, "rank_pattern='x'"),
+    ({"rank_pattern": {"x": 1.5}}, r"rank_pattern=\{'x': 1.5\}"),
+    ({"alpha_pattern": {r"layers\.\d+\.x": 5}}, "other regular expressions are not implemented"),
+    ({"use_rslora": "no"}, "use_rslora='no'"),
   ],
 )
 def test_adapter_of_another_kind_is_an_error_that_names_it(change, message, tmp_path):
@@ -114,6 +120,18 @@ def test_adapter_of_another_kind_is_an_error_that_names_it(change, message, tmp_
   with pytest.raises(ExportError, match=f"^{tmp_path}: .*{message}") as error:
     hugging_face.adapters.read(tmp_path)
   assert "\n" not in str(error.value)
+
+
+def test_adapter_of_no_rank_or_twice_the_same_matrix_is_an_error(tmp_path):
+  arrays, _ = recorded_adapter(tmp_path)
+  one = hugging_face.adapters.Correction(np.zeros((2, 3)), np.zeros((4, 2)), 1.0)
+  both = {"model.language_model.q.weight": one, "model.q.weight": one}
+  with pytest.raises(ExportError, match=r"changes model\.q\.weight twice, by two names"):
+    hugging_face.adapters.named(both, {"model.q.weight": (4, 3)})
+  empty = {name: x[:0] if "lora_A" in name else x[:, :0] for name, x in arrays.items()}
+  save_file(empty, tmp_path / "adapter_model.safetensors")
+  with pytest.raises(ExportError, match="has rank 0, which is neither r nor in rank_pattern"):
+    hugging_face.adapters.read(tmp_path)
 
 
 def test_adapter_of_another_model_is_an_error(tmp_path):

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,6 +116,22 @@ def test_soak_report_of_lost_rows_excuses_them(campaign):
   campaign.compare()
   assert campaign.table["SIGTERM"].reported == 1
   assert campaign.table["SIGTERM"].silent == 0
+
+
+def test_soak_complete_run_may_lack_the_rows_that_it_reports(campaign, monkeypatch):
+  """Its file was deleted after the last step; the next start trains nothing, and says so."""
+  (campaign.metrics.parent / "checkpoints" / "4").mkdir(parents=True)
+  (campaign.metrics.parent / "checkpoints" / "4" / "x").touch()
+  finished, ended = [], SimpleNamespace(exitcode=0, join=lambda patience: None)
+  monkeypatch.setattr(campaign, "finish", lambda: finished.append(1))
+  campaign.harm, campaign.harm_was_read = Harm("metrics.jsonl", campaign.metrics, b"", 0), True
+  campaign.out.write_text(f"{campaign.metrics} has 0 rows up to step 4, of 4: the others are lost")
+  campaign.errors.write_text("")
+  write(campaign, [])
+  for _ in range(2):
+    campaign.ended([ended], None)
+  count = campaign.table["SIGTERM"]
+  assert (count.reported, count.wrong, count.silent, len(finished)) == (1, 0, 0, 2)
 
 
 @pytest.mark.parametrize("change", dict.fromkeys(soak_faults.DAMAGES), ids=lambda c: c.__name__)
