@@ -60,14 +60,15 @@ def add(sums: Sums, z: Any) -> Sums:
   return Sums(largest, total, ties)
 
 
-def store_of_warps(sums: Sums, store: Callable[[int, Any], None]) -> None:
-  """Calls `store(field, numbers [WARPS])` with the sums of each warp."""
+def of_warps(sums: Sums) -> Sums:
+  """The sums of each warp [WARPS]."""
   largest = jnp.max(sums.largest, axis=1)
   spread = plgpu.layout_cast(lax.broadcast_in_dim(largest, (TILE, LANES), [0]), LAYOUT)
-  store(0, largest)
-  store(1, jnp.sum(sums.total * jnp.exp(sums.largest - spread), axis=1))
+  total = jnp.sum(sums.total * jnp.exp(sums.largest - spread), axis=1)
+  ties = None
   if sums.ties is not None:
-    store(2, jnp.sum(jnp.where(sums.largest == spread, sums.ties, 0.0), axis=1))
+    ties = jnp.sum(jnp.where(sums.largest == spread, sums.ties, 0.0), axis=1)
+  return Sums(largest, total, ties)
 
 
 def of_all(sums_smem: Any, warps: Sequence[int], static: Static) -> Sums:
@@ -91,8 +92,8 @@ def statistics(sums: Sums, target_logit: Any) -> Any:
   return values
 
 
-def gradient(static: Static, sums: Sums, weight: Any) -> Callable[[Any, Any], Any]:
-  """(logits, whether each is that of the target) -> the gradient by them, for one position."""
+def gradient(static: Static, sums: Sums, weight: Any) -> Callable[[Any, Callable[[], Any]], Any]:
+  """(logits, () -> whether each is that of the target) -> the gradient by them, float32."""
   factor = weight / sums.total
   if static.z_loss:
     log_sum = sums.largest + jnp.log(sums.total)
@@ -103,12 +104,11 @@ def gradient(static: Static, sums: Sums, weight: Any) -> Callable[[Any, Any], An
 
   def of(z, is_target):
     d = jnp.exp(z - sums.largest) * factor
-    d = jnp.where(is_target, d - weight, d)
+    d = jnp.where(is_target(), d - weight, d)
     if static.logit_penalty:
       d = jnp.where(z == sums.largest, d + share, d)
     # Selected, not multiplied: a position of weight 0 may have logits that are not finite.
-    d = jnp.where(weight != 0.0, d, 0.0)
-    return d.astype(static.dtype)
+    return jnp.where(weight != 0.0, d, 0.0)
 
   return of
 

@@ -10,7 +10,6 @@ The last chunk ends with the position's last row, so that no load is beyond it. 
 rows of the chunk before: pass 1 masks them, pass 2 stores the same numbers again.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,9 +30,9 @@ from pallas_kernels.cross_entropy.sums import (
   gradient,
   no_sums,
   of_all,
+  of_warps,
   places,
   statistics,
-  store_of_warps,
 )
 from pallas_kernels.cross_entropy.types import NUM_STATISTICS, Inputs, Results, Static
 
@@ -123,21 +122,20 @@ class _Cta:
     before = (self.N * self.chunk - self.rows) * LANES  # of chunk N - 2
     sums = add(sums, jnp.where(self.places >= before, last, LOWEST))
 
-    def store(field, value):
-      store_unoptimized(sums_smem.at[field], value)
-
-    store_of_warps(sums, store)
+    for field, value in enumerate(of_warps(sums)):
+      if value is not None:
+        store_unoptimized(sums_smem.at[field], value)
     Mma(self.static.interpret).commit()
     return of_all(sums_smem, range(WARPS), self.static), last
 
   def store_gradients(self, d_logits_gmem, last, sums: Sums, target, weight) -> None:
     """Pass 2: the gradients by all logits."""
-    gradient_by: Callable[[Any, Any], Any] = gradient(self.static, sums, weight)
+    gradient_by = gradient(self.static, sums, weight)
 
     def store(c, z):
-      is_target = self.places == target - self.first_row(c) * LANES
+      is_target = lambda: self.places == target - self.first_row(c) * LANES
       target_gmem = d_logits_gmem.at[self.position, self.rows_of(c)]
-      store_unoptimized(target_gmem, gradient_by(z, is_target))
+      store_unoptimized(target_gmem, gradient_by(z, is_target).astype(self.static.dtype))
 
     def step(n, z):
       c = self.N - 2 - n

@@ -34,9 +34,9 @@ from pallas_kernels.cross_entropy.sums import (
   gradient,
   no_sums,
   of_all,
+  of_warps,
   places,
   statistics,
-  store_of_warps,
 )
 from pallas_kernels.cross_entropy.types import NUM_STATISTICS, Inputs, Results, Static
 
@@ -225,14 +225,13 @@ class _Consumer:
 
   def exchange(self, n, sums: Sums) -> Sums:
     """Sums over all warps of all consumers, the same numbers for each."""
+    of_own = of_warps(sums)
     # Of two positions, because a consumer may be ahead of another that still reads.
     sums_smem = self.smem.sums.at[lax.rem(n, 2)]
-    own = pl.ds(self.index * WARPS, WARPS)
 
-    def store(field, value):
-      sums_smem.at[field, own][...] = value
-
-    store_of_warps(sums, store)
+    for field, value in enumerate(of_own):
+      if value is not None:
+        sums_smem.at[field, pl.ds(self.index * WARPS, WARPS)][...] = value
     plgpu.barrier_arrive(self.smem.exchanged)
     plgpu.barrier_wait(self.smem.exchanged)
     return of_all(sums_smem, range(self.config.consumers * WARPS), self.static)
@@ -257,10 +256,10 @@ class _Consumer:
 
     def stage(number, c, is_last):
       z = self.load(number, c, is_last=is_last)
-      d = gradient_by(z, self.places == target - self.first_column(c))
+      d = gradient_by(z, lambda: self.places == target - self.first_column(c))
       # All stores but the latest have left SMEM: the buffer of the one before is free.
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-      staged_smem(c)[...] = d
+      staged_smem(c)[...] = d.astype(self.static.dtype)
 
     def compute(c, carry, *, is_last):
       number = first_load + c
