@@ -62,7 +62,6 @@ VARIANTS = [
 IN_XLA = {
   "dsf_wikitext103.py:linear": ["linear_attention runs in XLA's form: attention_dropout=0.1"],
   "dsf_wikitext103.py:normalized": ["linear_attention runs in XLA's form: attention_dropout=0.1"],
-  "dsf_wikitext103.py:softmax": ["attention runs in XLA's form: dropout=0.1"],
   "lcsm_wikitext103.py": ["linear_attention runs in XLA's form: value_log_decay is given"],
   "quickstart.py": [
     "normalize runs in XLA's form: its kernels are not preferred for these sizes",

@@ -155,6 +155,8 @@ OTHER_NAMES = {
   "lnssm_jax.frameworks.online_learning",
   "lnssm_jax.mixers.migration",
   "lnssm_jax.pretrained.families.hybrids",
+  "lnssm_jax.pretrained.families.nemotron_h",
+  "lnssm_jax.pretrained.families.olmo_hybrid",
 }
 
 
