@@ -5,6 +5,7 @@ its document. So each kernel computes the factors again, and none stands in memo
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +25,10 @@ class Dropout(NamedTuple):
   position: Any  # [B, S]: of a key in its document
 
 
-def dropped(
-  x: jax.Array, words: tuple[jax.Array, ...], number: jax.Array, rate: float
-) -> jax.Array:
-  """x, 0 with the probability `rate` and else divided by 1 - rate.
+def mask(
+  words: tuple[jax.Array, ...], number: jax.Array, rate: float
+) -> Callable[[jax.Array], jax.Array]:
+  """x -> x, 0 with the probability `rate` and else divided by 1 - rate.
 
   Args:
     words: two arrays of the shape of x, keys of the queries.
@@ -36,7 +37,7 @@ def dropped(
   # As `multipliers` compares 24 bits in float32.
   least = math.ceil(float(np.float32(rate)) * 2**24)
   kept = lax.shift_right_logical(_threefry(words, number), jnp.int32(8)) >= least
-  return jnp.where(kept, x * (1 / (1 - rate)), 0.0)
+  return lambda x: jnp.where(kept, x * (1 / (1 - rate)), 0.0)
 
 
 def _threefry(words: tuple[jax.Array, ...], number: jax.Array) -> jax.Array:

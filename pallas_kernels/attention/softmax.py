@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import ROWS
-from pallas_kernels.attention.dropout import Dropout, dropped
+from pallas_kernels.attention.dropout import Dropout, mask
 from pallas_kernels.attention.types import LOWEST, Range
 from pallas_kernels.core.wgmma import ROW_LAYOUT, broadcast_rows, iota, load_row_vector
 
@@ -72,7 +72,7 @@ class Dropped(NamedTuple):
   def of(self, x: jax.Array, step: jax.Array) -> jax.Array:
     """x [64, tile], a factor of each weight of a step, with those of dropped weights 0."""
     number = step * x.shape[1] + iota(x.shape, 1) - broadcast_rows(self.start, x.shape)
-    return dropped(x, tuple(broadcast_rows(w, x.shape) for w in self.words), number, self.rate)
+    return mask(tuple(broadcast_rows(w, x.shape) for w in self.words), number, self.rate)(x)
 
 
 class Softmax(NamedTuple):

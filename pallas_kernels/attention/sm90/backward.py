@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import CONSUMERS, ROWS, TILE, LoopConfig
-from pallas_kernels.attention.dropout import Dropout, dropped
+from pallas_kernels.attention.dropout import Dropout, mask
 from pallas_kernels.attention.sm90.tiles import (
   KeyTiles,
   QueryLoop,
@@ -297,7 +297,7 @@ def key_gradient(
           queries = pl.ds(step * tile, tile)
           words = (x.at[b, g * (H // G) + head, queries] for x in gmem.dropout.words)
           words = tuple(broadcast_cols(load_col_vector(x), shape) for x in words)
-          drop = lambda x: dropped(x, words, broadcast_rows(position, shape), logits.dropout)
+          drop = mask(words, broadcast_rows(position, shape), logits.dropout)
         left = KeyGradients(None, drop(weights))
         if wanted.k:
           d_sum = broadcast_cols(load_col_vector(stage.d_sum), shape)
