@@ -34,14 +34,13 @@ from lnssm_jax.pretrained.families.llama import (
   rotary,
   rotary_written,
 )
-from lnssm_jax.pretrained.families.mamba import steps, steps_written
+from lnssm_jax.pretrained.families.mamba import mamba2, steps, steps_written
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Family,
   Row,
   Rows,
   View,
-  convolution,
   joined,
   linear,
   linears,
@@ -196,14 +195,7 @@ BAMBA = Family(
     down="down_proj",
   )
   | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **_QKVO)
-  | linears("blocks.mamba2", f"{LAYER}.mamba", in_proj="in_proj", o_proj="out_proj")
-  | convolution("blocks.mamba2.conv", f"{LAYER}.mamba.conv1d")
-  | norm("blocks.mamba2.norm", f"{LAYER}.mamba.norm")
-  | {
-    "blocks.mamba2.skip": Row(f"{LAYER}.mamba.D"),
-    "blocks.mamba2.dt_bias": Row(f"{LAYER}.mamba.dt_bias"),
-    "blocks.mamba2.log_rate": Row(f"{LAYER}.mamba.A_log"),
-  },
+  | mamba2("blocks.mamba2", f"{LAYER}.mamba"),
   normal=_bamba,
   written=_bamba_written,
 )

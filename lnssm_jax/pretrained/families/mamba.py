@@ -74,6 +74,20 @@ _FIELDS = {
   **free("vocab_size has the padding; it must be that of the embedding", "pad_vocab_size_multiple"),
   "ssm_cfg": Same("what the other settings say", lambda config: _options(config)),
 }
+
+
+def mamba2(ours: str, theirs: str) -> Rows:
+  """Mamba-2 as a mixer."""
+  return {
+    **linears(ours, theirs, **_PROJECTIONS),
+    **convolution(f"{ours}.conv", f"{theirs}.conv1d"),
+    **norm(f"{ours}.norm", f"{theirs}.norm"),
+    f"{ours}.skip": Row(f"{theirs}.D"),
+    f"{ours}.dt_bias": Row(f"{theirs}.dt_bias"),
+    f"{ours}.log_rate": Row(f"{theirs}.A_log"),
+  }
+
+
 _ROWS: Rows = {
   "embedding": Row("backbone.embeddings.weight"),
   "head.kernel": Row("lm_head.weight", TRANSPOSED),
@@ -87,11 +101,7 @@ _ROWS_1 = _ROWS | {
   **linears("blocks.mixer", MIXER, x_proj="x_proj", dt_proj="dt_proj"),
   "blocks.mixer.a_log": Row(f"{MIXER}.A_log"),
 }
-_ROWS_2 = _ROWS | {
-  **norm("blocks.mixer.norm", f"{MIXER}.norm"),
-  "blocks.mixer.dt_bias": Row(f"{MIXER}.dt_bias"),
-  "blocks.mixer.log_rate": Row(f"{MIXER}.A_log"),
-}
+_ROWS_2 = _ROWS | mamba2("blocks.mixer", MIXER)
 
 
 # {option of a layer of mamba-ssm: the setting of transformers}

@@ -20,12 +20,11 @@ from lnssm_jax.pretrained.families.fields import (
   whole,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, pattern
-from lnssm_jax.pretrained.families.mamba import steps, steps_written
+from lnssm_jax.pretrained.families.mamba import mamba2, steps, steps_written
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Family,
   Row,
-  convolution,
   linears,
   norm,
 )
@@ -183,14 +182,7 @@ NEMOTRON_H = Family(
   | norm("blocks.channel_norm", f"{_LAYER}.norm")
   | linears("blocks.channel_mixer", _MIXER, up="up_proj", down="down_proj")
   | linears("blocks.softmax_attention", _MIXER, **{f"{x}_proj": f"{x}_proj" for x in "qkvo"})
-  | linears("blocks.mamba2", _MIXER, in_proj="in_proj", o_proj="out_proj")
-  | convolution("blocks.mamba2.conv", f"{_MIXER}.conv1d")
-  | norm("blocks.mamba2.norm", f"{_MIXER}.norm")
-  | {
-    "blocks.mamba2.skip": Row(f"{_MIXER}.D"),
-    "blocks.mamba2.dt_bias": Row(f"{_MIXER}.dt_bias"),
-    "blocks.mamba2.log_rate": Row(f"{_MIXER}.A_log"),
-  },
+  | mamba2("blocks.mamba2", _MIXER),
   normal=_normal,
   written=_written,
   renamed={"attention_head_dim": "head_dim"},
