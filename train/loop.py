@@ -122,7 +122,9 @@ def train(
     while now.step < steps and not now.stopping:
       now.call("before_step")
       begin = time.perf_counter()
-      batch = next(batches)
+      batch = next(batches, None)
+      if batch is None:  # the run was stopped while it waited for one
+        break
       now.waited = time.perf_counter() - begin
       now.state, now.metrics = step(now.state, batch)
       now.step += 1

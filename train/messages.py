@@ -12,7 +12,7 @@ from lnssm_jax.files.printable import printable
 type Say = Callable[[str], object]  # prints one line for the user
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
   """The type of `error` and the first line of its message, shortened and printable."""
   text = printable(str(error).strip().split("\n")[0], 200)
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -126,7 +126,9 @@ def fit(
       run.on_rows = stack.enter_context(loggers.Loggers(cfg, run.path, start, console.say)).write
     run_summary.start(console, cfg, run, state, windows, start)
 
-    batches = stack.enter_context(contextlib.closing(_batches(windows, cfg, mesh, start, place)))
+    batches = stack.enter_context(
+      contextlib.closing(_batches(windows, cfg, mesh, start, place, stop))
+    )
 
     def metadata(step: int) -> dict[str, Any]:
       known: dict[str, Any] = {"data_position": step, "rows": run.row_count()}
@@ -312,12 +314,14 @@ def _batches(
   mesh: Mesh,
   start: int,
   place: dict[str, int] | None,
+  stop: StopSignal,
 ) -> TrainBatches | StreamBatches:
   """This process's rows of the batches of steps start + 1, start + 2, ..."""
   size = cfg.global_batch
   rows = distributed.local_rows(device_mesh.batch_sharding(mesh), size)
   if isinstance(windows, Stream):
-    return StreamBatches(windows, size, rows, place)
+    alone = distributed.count() == 1  # several processes wait for each other
+    return StreamBatches(windows, size, rows, place, stop=lambda: alone and stop)
   options = {"seed": cfg.seed, "order": cfg.data.order, "start": start}
   return train_batches(windows, global_batch=size, rows=rows, **options)
 

@@ -1,8 +1,10 @@
 """`train.data.streams`: windows of text that is encoded while it is read, resumed anywhere."""
 
 import contextlib
+import itertools
 import json
 import sys
+import threading
 import types
 
 import numpy as np
@@ -10,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from train.cli.errors import exit_code
 from train.data import streams
 from train.data.encoding import encode
 from train.data.errors import DataError
@@ -43,6 +46,26 @@ def start(start=0):
   return iter(TEXTS[start:])
 
 
+def failing(error):
+  """A generator of a text, which then raises."""
+  yield "a"
+  raise error
+
+
+class Unsized(list):
+  """As datasets with rows by number that do not know how many."""
+
+  def __len__(self):
+    raise TypeError("no len()")
+
+
+def waiting():
+  yield "ab" * 120  # a batch
+  gate.wait(60)
+
+
+gate = threading.Event()
+once = iter(["a", "b"])
 asked = []
 MODULE = {
   "texts": lambda: (text for text in TEXTS),
@@ -54,11 +77,24 @@ MODULE = {
   "empty": list,
   "number": lambda: 3,
   "numbers": lambda: iter(["a", {"text": 3}]),
+  "keys": lambda: iter([{1: "a", "b": 2}]),
+  "text": lambda: "a text, not a list of texts",
+  "splits": lambda: {"train": TEXTS},
+  "a_set": lambda: {"a", "b"},
+  "unsized": lambda: Unsized(TEXTS),
+  "raises": lambda: failing(KeyError("url")),
+  "exits": lambda: failing(SystemExit(3)),
+  "offline": lambda: failing(ConnectionResetError("reset by peer")),
+  "raises_at_once": lambda: {}["HF_HOME"],
+  "empties": lambda: itertools.chain(["a"], itertools.repeat("")),
+  "once": lambda: once,
+  "waiting": waiting,
 }
 
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
+  monkeypatch.setattr(streams, "_MOST_EMPTY", 1000)
   monkeypatch.setitem(sys.modules, "documents_of_a_test", types.SimpleNamespace(**MODULE))
   asked.clear()
 
@@ -159,8 +195,37 @@ def test_process_keeps_its_rows_of_each_batch():
     ("number", "returns int, which has no documents; return a generator"),
     ("missing", "cannot be used: .* has no attribute 'missing'"),
     ("numbers", r'document 1: "text" is int, expected a string'),
+    ("keys", r"document 0: found the keys \['1', 'b'\], expected an object with the key"),
+    ("text", "returns str, which has no documents; return a generator"),
+    ("splits", "returns dict, which has no documents"),
+    ("a_set", "returns set, which has no documents"),
+    ("raises", r"document 1: the function raised: KeyError: 'url' \(test_streams.py, line \d+\)"),
+    ("exits", "document 1: the function raised: SystemExit: 3"),
+    ("offline", "document 1: the function raised: ConnectionResetError: reset by peer"),
+    ("raises_at_once", "cannot be used: KeyError: 'HF_HOME'"),
+    ("empties", "1,000 documents from 0 on are empty; leave them out"),
+    ("once", r"no text when it is read again \(epoch 1\); return a new iterable in each call"),
   ],
 )
 def test_source_that_cannot_be_read_is_named(name, message):
-  with pytest.raises(DataError, match=message):
+  with pytest.raises(DataError, match=message) as found:
     batches(Stream(f"documents_of_a_test:{name}", BYTES, 60, 257), 1)
+  assert exit_code(found.value) == (1 if name == "offline" else 2)
+
+
+def test_dataset_that_does_not_know_its_length_is_read_in_order():
+  found, _ = batches(Stream("documents_of_a_test:unsized", BYTES, 60, 257), 2)
+  wanted, _ = batches(Stream("documents_of_a_test:texts", BYTES, 60, 257), 2)
+  assert all(map(same, found, wanted))
+
+
+def test_run_that_ends_does_not_wait_for_its_source(monkeypatch):
+  monkeypatch.setattr(streams, "_GROUP", 1)
+  stopped = []
+  stream = Stream("documents_of_a_test:waiting", BYTES, 60, 257)
+  with contextlib.closing(StreamBatches(stream, 4, stop=lambda: stopped)) as read:
+    next(read)
+    before = read.state
+    threading.Timer(0.05, stopped.append, [True]).start()
+    assert next(read, None) is None and read.state == before
+  gate.set()

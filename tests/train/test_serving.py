@@ -394,10 +394,39 @@ def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):
     (["--slots", "1000000000"], "error: --slots 1000000000 must be at most 65536"),
     (["--most-tokens", "0"], "error: --most-tokens=0 must be an integer of at least 1."),
     (["--prefix-memory", "-1"], "--prefix-memory -1 at least 0."),
-    (["--port", "{taken}"], "Address already in use"),
+    (["--port", "{taken}"], "address already in use; give another port"),
   ],
 )
 def test_server_that_cannot_start_says_why_in_a_line(loaded, port, capsys, arguments, message):
   code = main(["serve", str(loaded.source), *(x.format(taken=port) for x in arguments)])
   error = capsys.readouterr().err
   assert code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  ("host", "number", "message"),
+  [
+    ("", 0, "--host '' --port 0: it is empty; give an address of this machine, as 127.0.0.1"),
+    ("a\0b", 0, r"--host 'a\\x00b' --port 0: .*; give an address of this machine"),
+    ("\ud800", 0, "; give an address of this machine"),
+    ("192.0.2.1", 0, "annot assign requested address; give an address of this machine"),
+    ("127.0.0.1", 65_536, "--port 65536 must be from 0 to 65535; 0 takes a free one"),
+    ("127.0.0.1", -1, "--port -1 must be"),
+  ],
+)
+def test_address_that_cannot_be_listened_at_is_named_with_a_fix(host, number, message):
+  with pytest.raises(ValueError, match=message):
+    command._listening(host, number)
+
+
+def test_address_in_the_form_of_a_url_and_a_name_of_two_kinds_are_listened_at(monkeypatch):
+  both = [
+    (socket.AF_INET6, 1, 6, "", ("::1", 0, 0, 0)),
+    (socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)),
+  ]
+  asked = []
+  monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_, **__: asked.append(name) or both)
+  for host in ("[::1]", "localhost"):
+    with command._listening(host, 0) as listening:
+      assert listening.getsockname()[0] == "127.0.0.1"
+  assert asked == ["::1", "localhost"]

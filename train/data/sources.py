@@ -282,7 +282,9 @@ def _parsed(line: bytes, where: str, strict: bool) -> Any:
 def text_in(row: Any, where: str, key: str) -> str:
   """Value of `key` in one row."""
   if not isinstance(row, dict) or key not in row:
-    found = f"the keys {sorted(row)}" if isinstance(row, dict) else type(row).__name__
+    found = (
+      f"the keys {sorted(map(str, row))!r:.200}" if isinstance(row, dict) else type(row).__name__
+    )
     is_chat = isinstance(row, dict) and "messages" in row
     chat = " Conversations need data.targets: assistant." if is_chat else ""
     raise DataError(

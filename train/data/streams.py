@@ -22,12 +22,17 @@ is three integers: the epoch, a document in it, and a token of that. To resume t
 A run of several processes reads the whole stream in each of them, which keeps its rows.
 """
 
+import contextlib
 import inspect
 import itertools
+import queue
 import re
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import grain
 import numpy as np
@@ -41,8 +46,11 @@ from train.data.indexed import check_ids
 from train.data.sources import Document
 from train.data.tokenizers import Tokenizer
 from train.data.windows import endless
+from train.messages import first_line
 
 _GROUP = 1 << 16  # characters encoded at once
+_MOST_EMPTY = 1_000_000  # documents in a row
+_LOOK = 0.2  # seconds between two looks whether the run ends
 _BEGINNING = {"epoch": 0, "document": 0, "token": 0}
 
 
@@ -60,8 +68,8 @@ class Stream(grain.IterDataset):
     apart: whether documents are.
 
   Raises:
-    DataError: the function cannot be imported or called; while reading, a document is no text, or
-      an epoch has none.
+    DataError: the function cannot be imported or called; while reading, the function raises, a
+      document is no text, or an epoch, or 1,000,000 documents in a row, have none.
   """
 
   def __init__(
@@ -88,20 +96,30 @@ class Stream(grain.IterDataset):
   def tokens(self, epoch: int, document: int) -> Iterator[tuple[int, int, np.ndarray]]:
     """(epoch, number of the document in it, its tokens) from a document on, without end."""
     while True:
-      rows = enumerate(self._documents(epoch, document), document)
-      texts = ((n, self._text(n, row)) for n, row in rows)
-      found = ((n, text) for n, text in texts if text)
-      any_text = document > 0
-      for group in _groups(found):
-        any_text = True
+      any_tokens = document > 0
+      for group in _groups(self._texts(epoch, document)):
         encoded = encode((Document(text) for _, text in group), self._tokenizer, self._special)
         for (number, _), row in zip(group, encoded, strict=True):
           where = f"{self.source}, document {number}"
           check_ids(row.ids, self._vocab_size, where, 0)
+          any_tokens |= len(row.ids) > 0
           yield epoch, number, row.ids
-      if not any_text:
-        raise DataError(f"{self.source} has no text.")
+      if not any_tokens:
+        again = f" when it is read again (epoch {epoch}); return a new iterable in each call"
+        raise DataError(f"{self.source} has no text{again if epoch else ''}.")
       epoch, document = epoch + 1, 0
+
+  def _texts(self, epoch: int, document: int) -> Iterator[tuple[int, str]]:
+    """(number, text) of the documents of an epoch that are not empty."""
+    last = document
+    for number, row in _numbered(self.source, self._documents, epoch, document):
+      if text := self._text(number, row):
+        last = number
+        yield number, text
+      elif number - last >= _MOST_EMPTY:
+        raise DataError(
+          f"{self.source}: {_MOST_EMPTY:,} documents from {last} on are empty; leave them out."
+        )
 
   def _text(self, number: int, row: Any) -> str:
     row = row.text if isinstance(row, Document) else row
@@ -151,10 +169,13 @@ class _Windows(grain.DatasetIterator):
 class StreamBatches:
   """Batches of a `Stream`, each entry [rows, seq_len], as `train.data.windows.TrainBatches`.
 
+  A source may wait for a network, so nothing waits for it when the run ends.
+
   Args:
     rows: of the global batch that this process keeps; None: all.
     state: where to continue; None: at the beginning.
     prefetch: batches read ahead, by a thread.
+    stop: if it is true while a batch is awaited, there is none.
 
   Attributes:
     state: the position of the next batch.
@@ -167,26 +188,47 @@ class StreamBatches:
     rows: range | None = None,
     state: dict[str, int] | None = None,
     prefetch: int = 8,
+    stop: Callable[[], object] = lambda: False,
   ):
-    batches = stream.batch(global_batch, drop_remainder=True)
-    ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch)
-    self._inner, self._rows = iter(ahead), rows
+    self._inner, self._rows = iter(stream.batch(global_batch, drop_remainder=True)), rows
     if state is not None:
       self._inner.set_state(state)
+    self.state, self._stop = self._inner.get_state(), stop
+    self._ahead: queue.Queue[Any] = queue.Queue(prefetch)  # (batch, state), or an error
+    self._closed = threading.Event()
+    threading.Thread(target=self._read, name="stream", daemon=True).start()
 
-  @property
-  def state(self) -> dict[str, int]:
-    return self._inner.get_state()
+  def _read(self) -> None:
+    try:
+      while not self._closed.is_set():
+        self._put((next(self._inner), self._inner.get_state()))
+    except BaseException as error:
+      self._put(error)
+
+  def _put(self, item: Any) -> None:
+    while not self._closed.is_set():
+      with contextlib.suppress(queue.Full):
+        return self._ahead.put(item, timeout=_LOOK)
 
   def __iter__(self) -> "StreamBatches":
     return self
 
   def __next__(self) -> dict[str, np.ndarray]:
-    batch = next(self._inner)
+    while True:
+      try:
+        item = self._ahead.get(timeout=_LOOK)
+        break
+      except queue.Empty:
+        if self._closed.is_set() or self._stop():
+          raise StopIteration from None
+    if isinstance(item, BaseException):
+      self.close()
+      raise item
+    batch, self.state = item
     return batch if self._rows is None else {name: x[self._rows] for name, x in batch.items()}
 
   def close(self) -> None:
-    self._inner.close()
+    self._closed.set()
 
 
 def opened(source: str, seed: int, key: str = "text") -> Callable[[int, int], Iterable[Any]]:
@@ -202,14 +244,15 @@ def opened(source: str, seed: int, key: str = "text") -> Callable[[int, int], It
   try:
     function = functions.found(source)
     found, given = function(), inspect.signature(function).parameters
-  except (ImportError, AttributeError, TypeError, ValueError) as error:
-    raise DataError(f"data.sources has {source!r}, which cannot be used: {error}.") from error
-  if hasattr(found, "__len__") and hasattr(found, "__getitem__"):
-    if not len(found):
+  except BaseException as error:
+    _reject(f"data.sources has {source!r}, which cannot be used", error)
+  one = isinstance(found, str | bytes | Mapping | Set)  # a set has no order of its own
+  if hasattr(found, "__getitem__") and (count := _length(found)) is not None and not one:
+    if count <= 0:
       raise DataError(f"{source} has no documents.")
     rows = endless(found, str(seed), "windows")
     return lambda epoch, document: (rows[n] for n in itertools.count(document))
-  if not hasattr(found, "__iter__"):
+  if one or not hasattr(found, "__iter__"):
     raise DataError(
       f"{source} returns {type(found).__name__}, which has no documents; return a generator, or a"
       " dataset with `len` and rows by number."
@@ -224,6 +267,45 @@ def opened(source: str, seed: int, key: str = "text") -> Callable[[int, int], It
     return itertools.islice(rows, document, None)
 
   return again
+
+
+def _length(found: Any) -> int | None:
+  """Number of rows; None if it has none, as iterable datasets, or gives no valid one."""
+  try:
+    return len(found)
+  except Exception:
+    return None
+
+
+def _numbered(
+  source: str, documents: Callable[[int, int], Iterable[Any]], epoch: int, first: int
+) -> Iterator[tuple[int, Any]]:
+  """(number, document); whatever a function of the user raises is an error that names it."""
+  rows = None
+  for number in itertools.count(first):
+    try:
+      rows = iter(documents(epoch, first)) if rows is None else rows
+      row = next(rows)
+    except StopIteration:
+      return
+    except DataError:
+      raise
+    except BaseException as error:  # SystemExit, too, which would end the thread alone
+      _reject(f"{source}, document {number}: the function raised", error)
+    yield number, row
+
+
+def _reject(what: str, error: BaseException) -> NoReturn:
+  """Raises a `DataError`, which is of the network or disk if `error` is."""
+  frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_user(f.filename)]
+  place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+  rejected = DataError(f"{what}: {first_line(error)}{place}.")
+  rejected.exit_code = 1 if isinstance(error, OSError) and error.filename is None else 2
+  raise rejected from error
+
+
+def _is_of_user(file: str) -> bool:
+  return file not in (__file__, functions.__file__) and "importlib" not in file
 
 
 def _groups(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

@@ -1,5 +1,7 @@
 """The process of `lnssm-train serve`: one model, a thread of the device, an HTTP server."""
 
+import errno
+import os
 import socket
 import threading
 
@@ -12,6 +14,10 @@ from train.messages import Say
 
 _MIB = 1 << 20
 _MOST_SLOTS = 1 << 16
+_FIXES = {
+  errno.EADDRINUSE: "give another port, or 0 for a free one",
+  errno.EACCES: "give a port from 1024 on, as those below need privileges",
+}
 
 
 def serve(
@@ -36,7 +42,7 @@ def serve(
     prefix_memory: MiB of the device for states of what was read.
 
   Raises:
-    DataError: a package is missing, or the address is taken.
+    DataError: a package is missing, or the address is taken or not of this machine.
     ValueError: an argument is out of range.
   """
   try:
@@ -78,9 +84,10 @@ def serve(
 
     thread = threading.Thread(target=work, name="engine", daemon=True)
     thread.start()
-    at = f"[{host}]" if ":" in host else host
+    at, port = listening.getsockname()[:2]
+    at = f"[{at}]" if ":" in at else at
     say(
-      f"serving {name} at http://{at}:{listening.getsockname()[1]}/v1, {slots} slots, at most"
+      f"serving {name} at http://{at}:{port}/v1, {slots} slots, at most"
       f" {most_tokens:,} tokens of a text"
     )
     try:
@@ -94,9 +101,19 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  """A socket at an address of this machine, of IPv4 if a name has both."""
+  if not 0 <= port <= 65_535:
+    raise ValueError(f"--port {port} must be from 0 to 65535; 0 takes a free one.")
   try:
-    return socket.create_server((host, port), family=family, backlog=1024)
-  except (OSError, OverflowError) as error:
-    said = getattr(error, "strerror", None) or error
-    raise DataError(f"--host {host} --port {port}: {said}; give another port, or 0.") from None
+    if not host:  # the sockets' name of all addresses, but also that of a variable that is not set
+      raise socket.gaierror("it is empty")
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host  # as in a URL
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda x: x[0] != socket.AF_INET)
+    return socket.create_server(address, family=family, backlog=1024)
+  except (OSError, TypeError, UnicodeError) as error:  # no name can have null, or is this long
+    is_of_address = isinstance(error, OSError) and not isinstance(error, socket.gaierror)
+    number = (error.errno or 0) if is_of_address else 0
+    said = os.strerror(number).lower() if number else getattr(error, "strerror", None) or error
+    fix = _FIXES.get(number, "give an address of this machine, as 127.0.0.1, or 0.0.0.0 for all")
+    raise DataError(f"--host {host!r:.200} --port {port}: {said}; {fix}.") from None
