@@ -15,7 +15,7 @@ from lnssm_jax.models.bidirectional import SHARED, Bidirectional
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS, MixtureOfExperts
 from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
-from lnssm_jax.models.options import NONE, mixer_class
+from lnssm_jax.models.options import NONE, channel_options, mixer_class
 from lnssm_jax.models.parallel import Parallel
 from lnssm_jax.ops.core.states import register_state
 
@@ -103,8 +103,7 @@ class Block(nnx.Module):
     else:
       self.channel_norm = new_norm()
       given = place if issubclass(channel_mixer_class, Mixer) else {}
-      given |= {} if config.channel_hidden is None else {"hidden": config.channel_hidden}
-      given |= config.channel_mixer_options
+      given |= channel_options(config)[chosen]
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
       branches = sum(branch is not None for branch in (mixes, self.channel_mixer))

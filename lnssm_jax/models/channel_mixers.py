@@ -196,10 +196,13 @@ class MixtureOfExperts(nnx.Module):
     hidden: hidden channels of each expert; None takes those of `SwiGLU`.
     num_experts: E.
     experts_per_token: k.
+    gated: False leaves W_gate out, W_down^j activation(W_up^j x), as in Nemotron 3.
+    latent: the width of what experts read and write, projected from x and back, all experts'
+      together, without a bias (Nemotron 3 Super); None means D.
     shared_hidden: hidden channels of an expert of all tokens; None for none.
     shared_gate: whether its output is multiplied by sigmoid(w x).
     router: "softmax" or "sigmoid", of the scores W_router x: the score of an expert.
-    normalize_weights: whether w are the scores over their sum, or the scores.
+    normalize_weights: whether w are the scores over their sum plus `weight_eps`, or the scores.
     weight_scale: the scale.
     num_groups, groups_per_token: experts are in this many groups of equal size, and those of a
       token in the groups whose two largest scores have the largest sum.
@@ -225,10 +228,13 @@ class MixtureOfExperts(nnx.Module):
     hidden: int | None = None,
     num_experts: int = NUM_EXPERTS,
     experts_per_token: int = 2,
+    gated: bool = True,
+    latent: int | None = None,
     shared_hidden: int | None = None,
     shared_gate: bool = False,
     router: str = "softmax",
     normalize_weights: bool = True,
+    weight_eps: float = 1e-20,
     weight_scale: float = 1.0,
     num_groups: int = 1,
     groups_per_token: int = 1,
@@ -255,19 +261,23 @@ class MixtureOfExperts(nnx.Module):
       )
     self.num_experts, self.dtype = num_experts, jnp.dtype(dtype)
     kind = check_choice("router", router, ("softmax", "sigmoid"))
-    selection = experts_per_token, normalize_weights, weight_scale, num_groups, groups_per_token
+    eps = weight_eps if normalize_weights else None
+    selection = experts_per_token, eps, weight_scale, num_groups, groups_per_token
     self.route = Router(kind, *selection, check_coefficient("balance", balance))
-    mlp = functools.partial(
-      SwiGLU, dim, activation=activation, dtype=dtype, param_dtype=param_dtype
-    )
-    new = lambda key: mlp(hidden=hidden, rngs=nnx.Rngs(key))
+    own = {} if activation is None else {"activation": activation}
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+    mlp = functools.partial(SwiGLU if gated else GPT2MLP, **own, **dtypes)
+    new = lambda key: mlp(latent or dim, hidden=hidden, rngs=nnx.Rngs(key))
     self.experts: Any = jax.vmap(new)(jax.random.split(rngs.params(), num_experts))
     linear = functools.partial(
       nnx.Linear, use_bias=False, kernel_init=SwiGLU.kernel_init, rngs=rngs
     )
     self.router = linear(dim, num_experts)
+    inner = None if latent is None else check_positive("latent", latent)
+    self.latent_down = None if inner is None else linear(dim, inner, **dtypes)
+    self.latent_up = None if inner is None else linear(inner, dim, **dtypes)
     self.router_bias = nnx.Param(jnp.zeros(num_experts)) if balance_bias else None
-    self.shared = None if shared_hidden is None else mlp(hidden=shared_hidden, rngs=rngs)
+    self.shared = None if shared_hidden is None else mlp(dim, hidden=shared_hidden, rngs=rngs)
     self.shared_gate = linear(dim, 1, param_dtype=param_dtype) if shared_gate else None
 
   @property
@@ -278,7 +288,8 @@ class MixtureOfExperts(nnx.Module):
 
   @property
   def _layers(self):
-    return self.experts.gate, self.experts.up, self.experts.down
+    gate = getattr(self.experts, "gate", None)
+    return (*(() if gate is None else (gate,)), self.experts.up, self.experts.down)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.with_aux(x)[0]
@@ -292,8 +303,9 @@ class MixtureOfExperts(nnx.Module):
     weights, indices, aux = self.route(logits, bias)
     kernels = tuple(layer.kernel[...].astype(self.dtype) for layer in self._layers)
     activation = ACTIVATIONS[self.experts.activation]
-    y = mixture(kernels, activation, tokens, weights, indices, self.num_experts)
-    y = y.reshape(x.shape).astype(self.dtype)
+    tokens = tokens if self.latent_down is None else self.latent_down(tokens)
+    y = mixture(kernels, activation, tokens, weights, indices, self.num_experts).astype(self.dtype)
+    y = (y if self.latent_up is None else self.latent_up(y)).reshape(x.shape)
     if self.shared is not None:
       shared = self.shared(x)
       if self.shared_gate is not None:

@@ -68,12 +68,12 @@ class ModelConfig(LayersConfig):
   """Settings of a `LanguageModel`.
 
   Attributes:
-    channel_mixer: a name in `CHANNEL_MIXERS`; or a pattern as long as that of `mixer`, of one name
-      and "none".
+    channel_mixer: a name in `CHANNEL_MIXERS`; or a pattern of them as long as that of `mixer`.
     norm_place: where the norm of a branch stands: "before" it, x + f(norm(x)), or "after" it,
       x + norm(f(x)); or a pattern as long as that of `mixer`.
     channel_hidden: its number of hidden channels; None takes its default.
-    channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}.
+    channel_mixer_options: further keyword arguments of it, such as {"activation": "gelu_tanh"}; of
+      a pattern of several kinds besides "none", a dictionary of them by name, with their `hidden`.
     embedding_norm: whether a norm follows the embedding.
     embedding_scale: multiplies the embedding, in `dtype`; None for 1.
     residual_scale: multiplies the outputs of mixers and channel mixers before they are added to the
@@ -99,7 +99,7 @@ class ModelConfig(LayersConfig):
   """
 
   vocab_size: int  # that of the tokenizer or more
-  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...; or a pattern of one of them and "none".
+  # "swiglu", "geglu", "rwkv6_channel_mix", "none", ...; or a pattern of them.
   channel_mixer: str | tuple[str, ...] = "gpt2"
   norm_place: str | tuple[str, ...] = "before"  # of each branch, or "after"; or a pattern of both
   channel_hidden: int | None = None  # hidden width; None: the default of `channel_mixer`

@@ -35,7 +35,7 @@ class Router(NamedTuple):
 
   kind: str
   experts_per_token: int
-  normalize_weights: bool
+  weight_eps: float | None  # None: weights are the scores
   weight_scale: float
   num_groups: int
   groups_per_token: int
@@ -57,8 +57,8 @@ class Router(NamedTuple):
       order = jnp.where(kept[..., None], groups, -jnp.inf).reshape(-1, E)
     indices = jax.lax.top_k(order, k)[1].astype(jnp.int32)
     weights = jnp.take_along_axis(scores, indices, axis=-1)
-    if self.normalize_weights:
-      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    if self.weight_eps is not None:
+      weights = weights / (weights.sum(-1, keepdims=True) + self.weight_eps)
     mass = scores / scores.sum(-1, keepdims=True) if sigmoid else scores
     aux = balance(mass, is_selected(indices, E), coefficient=self.balance)
     if bias is not None:  # adds 0, with the gradient that the optimizer takes the sign of
@@ -68,7 +68,7 @@ class Router(NamedTuple):
 
 
 def mixture(
-  kernels: tuple[jax.Array, jax.Array, jax.Array],
+  kernels: tuple[jax.Array, ...],
   activation: Callable[[jax.Array], jax.Array],
   x: jax.Array,
   weights: jax.Array,
@@ -78,8 +78,9 @@ def mixture(
   """sum_j weights_j W_down (activation(W_gate x) * W_up x) over a token's experts, float32 [N, D].
 
   Args:
-    kernels: W_gate, W_up [E, D, F] and W_down [E, F, D]; inside `jax.shard_map` over `AXIS`, those
-      of this device's experts. Products are in their dtype, with float32 sums.
+    kernels: W_gate, W_up [E, D, F] and W_down [E, F, D], or no W_gate for W_down activation(W_up
+      x); inside `jax.shard_map` over `AXIS`, those of this device's experts. Products are in their
+      dtype, with float32 sums.
     x: [N, D].
     weights, indices: [N, k], of all E = `num_experts`.
   """
@@ -129,10 +130,11 @@ def _of_these(kernels, activation, x, weights, indices):
 
   @functools.partial(jax.checkpoint, policy=_PRODUCTS)
   def outputs(kernels, x):
-    gate_kernel, up_kernel, down_kernel = kernels
+    *into, down_kernel = kernels
     copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1)
-    blocks = take(copies.astype(gate_kernel.dtype), source).reshape(num_blocks, size, -1)
-    hidden = activation(product(blocks, gate_kernel)) * product(blocks, up_kernel)
+    blocks = take(copies.astype(down_kernel.dtype), source).reshape(num_blocks, size, -1)
+    hidden, *up = (product(blocks, kernel) for kernel in into)
+    hidden = activation(hidden) * up[0] if up else activation(hidden)
     y = product(hidden.astype(down_kernel.dtype), down_kernel)
     return take(y.reshape(len(place), -1), target).reshape(N, k, -1)
 

@@ -72,8 +72,8 @@ def check(config: Any) -> None:
   options_by_mixer(pattern, config.mixer_options, config.dim, config.num_heads)
   if not hasattr(config, "channel_mixer"):
     return
-  channel = _check_table(config, pattern)
-  check_channel_mixer(channel, config.channel_hidden, config.channel_mixer_options)
+  _check_table(config, pattern)
+  channel_options(config)
   if not hasattr(config, "vocab_size"):
     return
   check_soft_cap("logit_soft_cap", config.logit_soft_cap)
@@ -100,8 +100,30 @@ def table_of(config: Any) -> tuple[Layer, ...]:
   return tuple(Layer(*row) for row in zip(pattern, *columns, strict=True))
 
 
-def _check_table(config: Any, pattern: Sequence[Any]) -> str:
-  """Checks the columns of `table_of`; returns the one channel mixer that there is, or "none"."""
+def channel_options(config: Any) -> dict[str, dict[str, Any]]:
+  """The options of each channel mixer of a pattern, `hidden` among them, checked."""
+  kinds = list(dict.fromkeys(x.channel_mixer for x in table_of(config) if x.channel_mixer != NONE))
+  kinds = kinds or [NONE]
+  width, options = config.channel_hidden, config.channel_mixer_options
+  usual = {} if width is None else {"hidden": width}
+  if len(kinds) == 1:
+    check_channel_mixer(kinds[0], width, options)
+    return {kinds[0]: usual | options}
+  for kind, own in options.items():
+    check_choice("channel_mixer_options: channel mixer", kind, kinds)
+    if not isinstance(own, Mapping):
+      raise ValueError(
+        f"channel_mixer_options[{kind!r}]={own!r} is no dictionary; with channel mixers of several"
+        " kinds give the options of each by name, such as {'swiglu': {'hidden': 64}}."
+      )
+  by_kind = {kind: usual | options.get(kind, {}) for kind in kinds}
+  for kind, own in by_kind.items():
+    check_channel_mixer(kind, None, own, also=("hidden",))
+  return by_kind
+
+
+def _check_table(config: Any, pattern: Sequence[Any]) -> None:
+  """Checks the columns of `table_of`."""
   for name, known in (("channel_mixer", CHANNEL_MIXERS), ("norm_place", NORM_PLACES)):
     given = getattr(config, name, "before")
     several = (given,) * len(pattern) if isinstance(given, str) else given
@@ -118,13 +140,6 @@ def _check_table(config: Any, pattern: Sequence[Any]) -> str:
       f"mixer={config.mixer!r}, channel_mixer={config.channel_mixer!r}: a layer has neither a mixer"
       " nor a channel mixer; give it one."
     )
-  kinds = sorted({row.channel_mixer for row in table} - {NONE})
-  if len(kinds) > 1:
-    raise ValueError(
-      f"channel_mixer={config.channel_mixer!r} has {' and '.join(kinds)}, but channel_hidden and"
-      " channel_mixer_options are of one; use one of them, and 'none' for layers without."
-    )
-  return kinds[0] if kinds else NONE
 
 
 @functools.cache
@@ -240,8 +255,10 @@ def _check_parallel(options: Mapping[str, Any], dim: int, num_heads: int | None)
       check_choice(f"mixer_options of 'parallel': {scales}", name, mixers)
 
 
-def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping[str, Any]) -> None:
-  """Checks a channel mixer and its options before one is built.
+def check_channel_mixer(
+  channel_mixer: str, hidden: int | None, options: Mapping[str, Any], *, also: Sequence[str] = ()
+) -> None:
+  """Checks a channel mixer and its options, and those of `also`, before one is built.
 
   Raises:
     ValueError: the channel mixer or an option is unknown, or there is none to take them.
@@ -253,7 +270,7 @@ def check_channel_mixer(channel_mixer: str, hidden: int | None, options: Mapping
       f"channel_hidden={hidden} is the number of hidden channels, and "
       f"channel_mixer={channel_mixer!r} has none; leave it out, or choose another channel mixer."
     )
-  own = {"self", "hidden"}
+  own = {"self", "hidden"} - {*also}
   _check_options(f"channel_mixer_options of {channel_mixer!r}", options, parameters, own)
 
 

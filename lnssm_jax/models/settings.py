@@ -112,17 +112,34 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
       values[column] = list(given) if len(set(given)) > 1 else given[0]
   several = values["channel_mixer"]
   kinds = {several} if isinstance(several, str) else {*several} - {NONE}
-  channel = CHANNEL_MIXERS[min(kinds)]
-  given = dict(values["channel_mixer_options"] or {})
-  if channel is not None:
-    given = _defaults(channel) | given
-    given = {n: v for n, v in given.items() if n not in ("hidden", "layer", "num_layers")}
-    usual = getattr(channel, "usual_activation", None)
-    given |= {"activation": usual} if usual and given["activation"] is None else {}
-    width = getattr(channel, "usual_width", lambda dim: 4 * dim)
-    values["channel_hidden"] = values["channel_hidden"] or width(dim)
-  values["channel_mixer_options"] = given
+  options, width = dict(values["channel_mixer_options"] or {}), values["channel_hidden"]
+  if len(kinds) == 1:
+    kind = min(kinds)
+    options, values["channel_hidden"] = _complete_channel_mixer(
+      kind, {"hidden": width} | options, dim
+    )
+  else:
+    of_kind = lambda x: _complete_channel_mixer(x, {"hidden": width} | options.get(x, {}), dim)
+    options = {x: own | {"hidden": hidden} for x in kinds for own, hidden in [of_kind(x)]}
+    values["channel_hidden"] = None
+  values["channel_mixer_options"] = options
   return values
+
+
+def _complete_channel_mixer(
+  name: str, own: Mapping[str, Any], dim: int
+) -> tuple[dict[str, Any], int | None]:
+  """(the options of a channel mixer with their defaults, its number of hidden channels)."""
+  channel, own = CHANNEL_MIXERS[name], dict(own)
+  hidden = own.pop("hidden", None)
+  if channel is None:
+    return own, hidden
+  own = _defaults(channel) | own
+  own = {n: v for n, v in own.items() if n not in ("hidden", "layer", "num_layers")}
+  usual = getattr(channel, "usual_activation", None)
+  own |= {"activation": usual} if usual and own["activation"] is None else {}
+  width = getattr(channel, "usual_width", lambda dim: 4 * dim)
+  return own, hidden or width(dim)
 
 
 def _complete_mixer(

@@ -271,7 +271,7 @@ def _explicit(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ASIDE = (*SAME_FUNCTION, "param_dtype", "sequence_axis")
-_OF_TRAINING = ("channel_mixer_options.balance",)
+_OF_TRAINING = ("channel_mixer_options.balance", "channel_mixer_options.moe.balance")
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:

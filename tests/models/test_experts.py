@@ -14,6 +14,8 @@ D, F, E, K, SHAPE = 6, 5, 8, 3, (3, 7, 6)
 QWEN = {"shared_hidden": 4, "shared_gate": True}
 DEEPSEEK = {"router": "sigmoid", "weight_scale": 2.5, "num_groups": 4, "groups_per_token": 2}
 DEEPSEEK |= {"balance_bias": True, "shared_hidden": 4, "balance": 0.5}
+NEMOTRON = DEEPSEEK | {"num_groups": 1, "groups_per_token": 1, "gated": False, "latent": 4}
+NEMOTRON |= {"activation": "squared_relu", "weight_eps": 0.3}
 PLAIN = {"normalize_weights": False, "balance": 0.0}
 
 
@@ -33,16 +35,22 @@ def selection(p, x, *, router="softmax", num_groups=1, groups_per_token=1, **_):
 
 
 def dense(p, x, chosen, *, router="softmax", weight_scale=1.0, normalize_weights=True,
-          balance=0.01, **_):  # fmt: skip
+          balance=0.01, weight_eps=0.0, **_):  # fmt: skip
   """(y, the balance loss), every expert applied to every token."""
-  mlp = lambda p, e=...: (
-    jax.nn.silu(x @ p["gate"]["kernel"][e]) * (x @ p["up"]["kernel"][e]) @ p["down"]["kernel"][e]
-  )
+
+  def mlp(p, e=..., x=x):
+    up, down = (p[name]["kernel"][e] for name in ("up", "down"))
+    if "gate" not in p:
+      return jnp.square(jax.nn.relu(x @ up)) @ down
+    return jax.nn.silu(x @ p["gate"]["kernel"][e]) * (x @ up) @ down
+
   logits = x @ p["router"]["kernel"]
   s = jax.nn.softmax(logits) if router == "softmax" else 1 / (1 + jnp.exp(-logits))
   w = jnp.where(chosen, s, 0)
-  w = weight_scale * (w / w.sum(-1, keepdims=True) if normalize_weights else w)
-  y = sum(w[..., e : e + 1] * mlp(p["experts"], e) for e in range(E))
+  w = weight_scale * (w / (w.sum(-1, keepdims=True) + weight_eps) if normalize_weights else w)
+  inner = x @ p["latent_down"]["kernel"] if "latent_down" in p else x
+  y = sum(w[..., e : e + 1] * mlp(p["experts"], e, inner) for e in range(E))
+  y = y @ p["latent_up"]["kernel"] if "latent_up" in p else y
   if "shared" in p:
     gate = jax.nn.sigmoid(x @ p["shared_gate"]["kernel"]) if "shared_gate" in p else 1.0
     y += gate * mlp(p["shared"])
@@ -56,6 +64,7 @@ def dense(p, x, chosen, *, router="softmax", weight_scale=1.0, normalize_weights
     pytest.param(QWEN, id="qwen", marks=pytest.mark.slow),
     pytest.param(PLAIN, id="plain", marks=pytest.mark.slow),
     pytest.param(DEEPSEEK, id="deepseek"),
+    pytest.param(NEMOTRON, id="nemotron", marks=pytest.mark.slow),
   ],
 )
 def test_experts_values_and_gradients_match_a_loop_in_float64(options):
@@ -88,7 +97,8 @@ def test_experts_values_and_gradients_match_a_loop_in_float64(options):
 
     (_, wanted), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*wide)
     (want, want_aux), gradients = jax.tree.map(np.asarray, (wanted, gradients))
-  assert module.idle_entries == 3 * D * F * (E - K)
+  matrices = 3 * D if options.get("gated", True) else 2 * options["latent"]
+  assert module.idle_entries == matrices * F * (E - K)
   share = chosen.reshape(-1, E).mean(0)
   assert share.min() < K / E < share.max()
   np.testing.assert_allclose(aux.share, share, rtol=1e-6)
@@ -124,7 +134,7 @@ def test_experts_drop_no_token_where_all_select_one():
 def test_experts_select_by_logits_in_float32_and_start_apart():
   """Of 8 experts 2, with weights of sum 1; probabilities that are equal are not selected by."""
   module = MixtureOfExperts(D, hidden=F, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  assert module.route == Router("softmax", 2, True, 1.0, 1, 1, 0.01)
+  assert module.route == Router("softmax", 2, 1e-20, 1.0, 1, 1, 0.01)
   assert len(np.unique(module.experts.gate.kernel[:, 0, 0])) == 8
   x = jax.random.normal(jax.random.key(0), (7, D))
   want = module.route(jnp.matmul(x, module.router.kernel[...], precision="highest"), None)[2].loss

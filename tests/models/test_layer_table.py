@@ -8,6 +8,7 @@ from flax import nnx
 
 from lnssm_jax.models import Block, LanguageModel, ModelConfig
 from lnssm_jax.models.block import make_mixer
+from lnssm_jax.models.settings import complete
 
 SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 5, "mixer": "lrn"}
 BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
@@ -20,8 +21,14 @@ BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
     ({"norm_place": "behind"}, r"norm_place.*'behind'.*before"),
     ({"norm_place": ("before", "after")}, r"norm_place=.* has 2 layers and mixer='lrn' has 1"),
     (
-      {"mixer": ("lrn", "lrn"), "channel_mixer": ("gpt2", "swiglu")},
-      "has gpt2 and swiglu, but channel_hidden and channel_mixer_options are of one",
+      {"mixer": ("lrn", "lrn"), "channel_mixer": ("gpt2", "swiglu")}
+      | {"channel_mixer_options": {"activation": "silu"}},
+      r"channel_mixer_options: channel mixer.*'activation'.*'gpt2', 'swiglu'",
+    ),
+    (
+      {"mixer": ("lrn", "lrn"), "channel_mixer": ("moe", "swiglu")}
+      | {"channel_mixer_options": {"moe": {"num_expert": 3}}},
+      r"channel_mixer_options of 'moe': option.*'num_expert'",
     ),
     ({"mixer": "parallel"}, "must have the options of two or more mixers by name"),
     (
@@ -80,6 +87,19 @@ def test_norm_after_a_branch_and_layers_of_one_branch_follow_their_formulas():
   for got, want in zip(*jax.jit(blocks)(after, alone, x), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   assert alone.mixer is None and alone.mixer_norm is None and alone.init_state(1).mixer is None
+
+
+def test_channel_mixers_of_two_kinds_have_options_of_their_own():
+  """A width of all is that of those that have none of their own; defaults are written out."""
+  settings = {"mixer": ("lrn", "lrn"), "channel_mixer": ("swiglu", "moe"), "channel_hidden": 6}
+  settings |= {"channel_mixer_options": {"moe": {"hidden": 5, "num_experts": 3}}}
+  model = jax.eval_shape(lambda: LanguageModel(**SIZES | settings, rngs=nnx.Rngs(0)))
+  dense, experts = (model.blocks[place].channel_mixer for place in "01")
+  assert dense.up.kernel.shape == (1, 8, 6)
+  assert experts.experts.up.kernel.shape == (1, 3, 8, 5)
+  options = complete(SIZES | settings)["channel_mixer_options"]
+  assert options["swiglu"]["hidden"] == 6 and options["swiglu"]["activation"] == "silu"
+  assert options["moe"]["hidden"] == 5 and options["moe"]["experts_per_token"] == 2
 
 
 def test_layers_without_a_mixer_are_no_recurrence_to_analyze():

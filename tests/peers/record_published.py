@@ -93,6 +93,8 @@ CLASSES = {
     | {"attn_layer_indices": [1], "mamba_n_heads": 9},
     "GraniteMoeHybridConfig": _SIZES
     | {"num_attention_heads": 8, "mamba_n_heads": 9, "layer_types": ["mamba", "attention"] * 2},
+    "JambaConfig": _SIZES | _HEADS | {"num_hidden_layers": 8},
+    "Lfm2MoeConfig": _SIZES | _HEADS | {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "Lfm2Config": _SIZES | _HEADS | {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "Qwen3_5TextConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "Qwen3_5MoeTextConfig": _SIZES | _HEADS,

@@ -172,7 +172,7 @@ def cases():
     )
   )
   patch()
-  return {
+  return experts_next_to_others() | {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
     "llama_biases": (
       llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -241,4 +241,52 @@ def cases():
     "mamba2_groups": (mamba2(n_groups=2), cached_steps),
     "rwkv": (transformers.RwkvForCausalLM(rwkv), rwkv_steps),
     "recurrent_gemma": (transformers.RecurrentGemmaForCausalLM(gemma), None),
+  }
+
+
+def experts_next_to_others():
+  """Models whose layers have experts or a dense MLP."""
+  common = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 12}
+  common |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+  lfm2 = transformers.Lfm2MoeConfig(
+    **common | {"num_hidden_layers": 4},
+    layer_types=["conv", "full_attention", "conv", "full_attention"],
+    num_dense_layers=1,
+    moe_intermediate_size=6,
+    num_experts=5,
+    num_experts_per_tok=2,
+    routed_scaling_factor=1.5,
+    max_position_embeddings=16,
+  )
+  jamba = transformers.JambaConfig(
+    **common | {"num_hidden_layers": 4},
+    attn_layer_period=4,
+    attn_layer_offset=2,
+    num_experts=5,
+    mamba_d_state=3,
+    max_position_embeddings=16,
+  )
+  nemotron = lambda **options: transformers.NemotronHForCausalLM(
+    transformers.NemotronHConfig(
+      **{x: size for x, size in common.items() if x != "num_hidden_layers"},
+      layers_block_type=["mamba", "moe", "mamba", "attention", "moe"],
+      head_dim=6,
+      ssm_state_size=3,
+      mamba_num_heads=4,
+      mamba_head_dim=3,
+      n_groups=2,
+      chunk_size=4,
+      max_position_embeddings=16,
+      n_routed_experts=6,
+      moe_intermediate_size=6,
+      moe_shared_expert_intermediate_size=4,
+      routed_scaling_factor=2.5,
+      **options,
+    )
+  )
+  return {
+    "lfm2_moe": (transformers.Lfm2MoeForCausalLM(lfm2), cached_steps),
+    "jamba": (transformers.JambaForCausalLM(jamba), cached_steps),
+    "nemotron_h_moe": (nemotron(), cached_steps),
+    "nemotron_h_moe_latent": (nemotron(moe_latent_size=4, n_group=3, topk_group=2), cached_steps),
   }

@@ -335,7 +335,9 @@ def test_mesh_too_many_devices_rejected(tiny, changes, message):
 
 
 def test_mesh_of_more_shards_than_experts_rejected(tiny):
-  for changes, count in (({}, 0), ({"model__channel_mixer": "moe"}, 8)):
+  pattern = {"model__mixer": ("lrn", "lrn"), "model__num_layers": 2}
+  pattern |= {"model__channel_mixer": ("none", "moe")}
+  for changes, count in (({}, 0), ({"model__channel_mixer": "moe"}, 8), (pattern, 8)):
     with pytest.raises(ValueError, match=f"mesh.expert=3 shards .* there are {count}, evenly"):
       device_mesh.make_mesh(tiny(mesh__expert=3, **changes))
 

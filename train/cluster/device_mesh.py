@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lnssm_jax.models import experts
+from lnssm_jax.models.options import channel_options
 from train import config
 from train.cluster import distributed
 
@@ -36,8 +37,8 @@ def make_mesh(cfg: config.Train) -> Mesh:
   count, time_shards, tensor = math.prod(sizes), *sizes[2:4]
   label = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
   if experts.AXIS in axes:
-    given, shards = cfg.model.channel_mixer_options.get("num_experts"), sizes[-1]
-    found = (given or experts.NUM_EXPERTS) if cfg.model.channel_mixer == "moe" else 0
+    moe, shards = channel_options(cfg.model).get("moe"), sizes[-1]
+    found = 0 if moe is None else moe.get("num_experts", experts.NUM_EXPERTS)
     if found < 1 or found % shards or tensor > 1:
       raise ValueError(
         f"mesh.expert={shards} shards the experts of model.channel_mixer='moe', of which there are"

@@ -10,7 +10,8 @@ from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
 from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_MOE
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
-from lnssm_jax.pretrained.families.lfm2 import LFM2
+from lnssm_jax.pretrained.families.jamba import JAMBA, JAMBA_DENSE
+from lnssm_jax.pretrained.families.lfm2 import LFM2, LFM2_MOE
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -19,7 +20,7 @@ from lnssm_jax.pretrained.families.mamba import (
   MAMBA2_SSM,
   MAMBA_SSM,
 )
-from lnssm_jax.pretrained.families.nemotron_h import NEMOTRON_H
+from lnssm_jax.pretrained.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from lnssm_jax.pretrained.families.olmo_hybrid import OLMO_HYBRID
 from lnssm_jax.pretrained.families.qwen_experts import (
   QWEN3_5_MOE,
@@ -54,8 +55,12 @@ FAMILIES: tuple[Family, ...] = (
   QWEN3_5,
   QWEN3_NEXT,
   LFM2,
+  LFM2_MOE,
   OLMO_HYBRID,
+  NEMOTRON_H_MOE,
   NEMOTRON_H,
+  JAMBA,
+  JAMBA_DENSE,
   FALCON_H1,
   *FLA,
   RWKV6,

@@ -73,7 +73,7 @@ CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
 _QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
 
 
-def pattern(layers: Sequence[str]) -> list[str]:
+def pattern[Kind](layers: Sequence[Kind]) -> list[Kind]:
   """The shortest pattern that layers repeat."""
   period = lambda n: all(kind == layers[i % n] for i, kind in enumerate(layers))
   return list(layers[: next(n for n in range(1, len(layers) + 1) if period(n))])
@@ -100,13 +100,29 @@ def by_pattern(
 
 def pattern_written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
   """The inverse of `by_pattern`: (the config without our settings, the kind of each layer)."""
-  layers = [config["mixers"][i % len(config["mixers"])] for i in range(config["num_hidden_layers"])]
-  types = [_FULL if x == "softmax_attention" else _LINEAR for x in layers]
+  types = [_FULL if x == "softmax_attention" else _LINEAR for x in of_layers(config, "mixers")]
   config = rotary_written(config) | {
     "partial_rotary_factor": config["rotary_width"] / config["head_dim"]
   }
   ours = ("mixers", "rotary_width", *left_out)
   return {name: value for name, value in config.items() if name not in ours}, types
+
+
+def by_layers(config: Config, mixers: Sequence[str], channel_mixers: Sequence[str]) -> Config:
+  """`config` with the shortest pattern of both kinds of mixers of all layers."""
+  for name, kinds in (("mixers", mixers), ("channel mixers", channel_mixers)):
+    if len(set(kinds)) < 2:
+      raise ExportError(
+        f"all {len(kinds)} layers have one of {name}, {kinds[0]}; only models with two are"
+        " implemented."
+      )
+  first, second = zip(*pattern([*zip(mixers, channel_mixers, strict=True)]), strict=True)
+  return config | {"mixers": [*first], "channel_mixers": [*second]}
+
+
+def of_layers(config: Config, name: str) -> list[str]:
+  """The mixers, or channel mixers, of all layers, from their pattern."""
+  return [config[name][i % len(config[name])] for i in range(config["num_hidden_layers"])]
 
 
 def _bamba(config: Config) -> Config:

@@ -1,8 +1,15 @@
-"""LFM2 (Liquid AI 2025), of transformers: gated short convolutions and attention."""
+"""LFM2 (Liquid AI 2025), of transformers: gated short convolutions, attention, also experts.
+
+Settings and defaults are those of the classes of transformers 4.57 and 5.23; those of the class
+with experts are of LFM2-8B-A1B.
+"""
+
+import dataclasses
 
 from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
+  Field,
   Fixed,
   Same,
   count_of_layers,
@@ -12,9 +19,24 @@ from lnssm_jax.pretrained.families.fields import (
   size,
   whole,
 )
-from lnssm_jax.pretrained.families.hybrids import CONSTANTS, FIELDS, by_pattern, pattern_written
+from lnssm_jax.pretrained.families.hybrids import (
+  CONSTANTS,
+  FIELDS,
+  by_layers,
+  by_pattern,
+  of_layers,
+  pattern_written,
+)
 from lnssm_jax.pretrained.families.llama import LAYER, TOP
-from lnssm_jax.pretrained.families.table import Family, convolution, linears, norm
+from lnssm_jax.pretrained.families.table import (
+  TRANSPOSED,
+  Family,
+  Row,
+  convolution,
+  linear,
+  linears,
+  norm,
+)
 from lnssm_jax.pretrained.manifest import ExportError
 
 _ATTENTION, _CONV = "mixer_options.softmax_attention", "mixer_options.short_conv"
@@ -128,4 +150,60 @@ LFM2 = Family(
   | convolution("blocks.short_conv.conv", f"{LAYER}.conv.conv"),
   normal=_normal,
   written=_written,
+)
+
+
+_DENSE, _MOE = "channel_mixer_options.swiglu", "channel_mixer_options.moe"
+_EXPERTS = f"{LAYER}.feed_forward"
+
+
+def _with_experts(config: Config) -> Config:
+  L, dense = count_of_layers(config), config.pop("num_dense_layers", 2)
+  if type(dense) is not int or not 0 <= dense <= L:
+    raise ExportError(f"num_dense_layers={dense!r:.80} must be at most num_hidden_layers={L}.")
+  own = {"block_auto_adjust_ff_dim": False}
+  config = _normal({"intermediate_size": 7168} | config | own)
+  mixers = of_layers(config, "mixers")
+  return by_layers(config, mixers, ["swiglu"] * dense + ["moe"] * (L - dense))
+
+
+def _with_experts_written(config: Config) -> Config:
+  dense = of_layers(config, "channel_mixers").count("swiglu")
+  del config["channel_mixers"]
+  config = _written(config) | {"num_dense_layers": dense}
+  del config["block_auto_adjust_ff_dim"]
+  return config
+
+
+_OF_DENSE = ("block_use_swiglu", "block_mlp_init_scale", "block_out_init_scale")
+
+LFM2_MOE = dataclasses.replace(
+  LFM2,
+  name="lfm2_moe",
+  architecture="Lfm2MoeForCausalLM",
+  fields={x: field for x, field in LFM2.fields.items() if x not in _OF_DENSE}
+  | {
+    "channel_mixers": Field("channel_mixer", (list,)),
+    "intermediate_size": size(f"{_DENSE}.hidden"),
+    "hidden_act": Fixed("silu", written=False),
+    "moe_intermediate_size": size(f"{_MOE}.hidden", 1792),
+    "num_experts": size(f"{_MOE}.num_experts", 32),
+    "num_experts_per_tok": size(f"{_MOE}.experts_per_token", 4),
+    "use_expert_bias": flag(f"{_MOE}.balance_bias", True),
+    "norm_topk_prob": flag(f"{_MOE}.normalize_weights", True),
+    "routed_scaling_factor": number(f"{_MOE}.weight_scale", 1.0),
+    **free("of training", "output_router_logits"),
+  },
+  constants=LFM2.constants | {f"{_MOE}.router": "sigmoid", f"{_MOE}.weight_eps": 1e-6},
+  rows=LFM2.rows
+  | linear("blocks.channel_mixer.router", f"{_EXPERTS}.gate")
+  | {"blocks.channel_mixer.router_bias": Row(f"{_EXPERTS}.expert_bias")}
+  | {
+    f"blocks.channel_mixer.experts.{ours}.kernel": Row(
+      f"{_EXPERTS}.experts.{{}}.{theirs}.weight", TRANSPOSED
+    )
+    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+  },
+  normal=_with_experts,
+  written=_with_experts_written,
 )

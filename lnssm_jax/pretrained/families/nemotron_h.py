@@ -1,9 +1,12 @@
 """Nemotron-H (NVIDIA 2025, also Nano v2), of transformers: each layer is one branch.
 
-That is Mamba-2, attention without positions, or an MLP of squared ReLU. Steps are clipped as
+That is Mamba-2, attention without positions, or an MLP of squared ReLU, or in Nemotron 3 experts of
+that kind, which may read and write vectors of moe_latent_size (Super). Steps are clipped as
 time_step_limit says, as in NVIDIA's code; transformers 5.23 takes time_step_min as the least.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from lnssm_jax.pretrained.families.fields import (
@@ -17,6 +20,7 @@ from lnssm_jax.pretrained.families.fields import (
   number_or_none,
   same,
   size,
+  size_or_none,
   whole,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, pattern
@@ -25,6 +29,7 @@ from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Family,
   Row,
+  linear,
   linears,
   norm,
 )
@@ -37,6 +42,7 @@ _KINDS = {
   "linear_attention": ("M", "mamba2", "none"),
   "full_attention": ("*", "softmax_attention", "none"),
   "mlp": ("-", "none", "gpt2"),
+  "moe": ("E", "none", "moe"),
 }
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
@@ -54,10 +60,10 @@ def _types(config: Config) -> list[str]:
   if not found:
     raise ExportError("layers_block_type is missing.")
   name, types = next(iter(found.items()))
-  if set(map(str, types)) != set(_KINDS):
+  if (found_kinds := set(map(str, types))) not in (_KINDS.keys() - {x} for x in ("mlp", "moe")):
     raise ExportError(
-      f"{name}={types!r:.80} must have layers of {', '.join(_KINDS)}; layers of experts (moe, E)"
-      " are not implemented."
+      f"{name}={types!r:.80} must have layers of linear_attention, full_attention, and either mlp"
+      f" or moe; it has {', '.join(sorted(found_kinds))}."
     )
   for other, kinds in found.items():
     if kinds != types:
@@ -96,6 +102,12 @@ def _written(config: Config) -> Config:
   config["mamba_num_heads"] = inner // config["mamba_head_dim"]
   word = "".join(_KINDS[x][0] for x in types)
   return config | {"hybrid_override_pattern": word}
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+  names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+  listed = [x for name in names if isinstance(x := config.get(name), str | list)]
+  return any("E" in x or "moe" in x for x in listed)
 
 
 NEMOTRON_H = Family(
@@ -187,4 +199,45 @@ NEMOTRON_H = Family(
   written=_written,
   renamed={"attention_head_dim": "head_dim"},
   skipped=r"mtp\..*",
+  has=lambda config: not _has_experts(config),
+)
+
+_MOE = "channel_mixer_options"
+
+NEMOTRON_H_MOE = dataclasses.replace(
+  NEMOTRON_H,
+  fields=NEMOTRON_H.fields
+  | {
+    "moe_intermediate_size": size("channel_hidden", 7688),
+    "moe_shared_expert_intermediate_size": size(f"{_MOE}.shared_hidden", 7688),
+    "moe_latent_size": size_or_none(f"{_MOE}.latent"),
+    "n_routed_experts": size(f"{_MOE}.num_experts", 8),
+    "num_experts_per_tok": size(f"{_MOE}.experts_per_token", 2),
+    "norm_topk_prob": flag(f"{_MOE}.normalize_weights", True),
+    "routed_scaling_factor": number(f"{_MOE}.weight_scale", 1.0),
+    "n_group": size(f"{_MOE}.num_groups", 1),
+    "topk_group": size(f"{_MOE}.groups_per_token", 1),
+    "mlp_bias": Fixed(False),
+    **free("of tensors, which are compared", "n_shared_experts"),
+    **free("of layers without experts, of which there are none", "intermediate_size"),
+    **free("of training", "output_router_logits"),
+  },
+  constants=NEMOTRON_H.constants
+  | {f"{_MOE}.router": "sigmoid", f"{_MOE}.balance_bias": True, f"{_MOE}.gated": False},
+  rows={x: row for x, row in NEMOTRON_H.rows.items() if not x.startswith("blocks.channel_mixer")}
+  | linear("blocks.channel_mixer.router", f"{_MIXER}.gate")
+  | linear("blocks.channel_mixer.latent_down", f"{_MIXER}.fc1_latent_proj")
+  | linear("blocks.channel_mixer.latent_up", f"{_MIXER}.fc2_latent_proj")
+  | linears(
+    "blocks.channel_mixer.shared", f"{_MIXER}.shared_experts", up="up_proj", down="down_proj"
+  )
+  | {"blocks.channel_mixer.router_bias": Row(f"{_MIXER}.gate.e_score_correction_bias")}
+  | {
+    f"blocks.channel_mixer.experts.{x}.kernel": Row(
+      f"{_MIXER}.experts.{{}}.{x}_proj.weight", TRANSPOSED
+    )
+    for x in ("up", "down")
+  },
+  renamed=NEMOTRON_H.renamed | {"num_local_experts": "n_routed_experts"},
+  has=_has_experts,
 )

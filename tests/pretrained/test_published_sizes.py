@@ -1,0 +1,112 @@
+"""Settings as published models have them, in their full sizes: the parameters that they give."""
+
+import pytest
+
+from lnssm_jax.models import count_parameters
+from lnssm_jax.models.settings import abstract_params
+from lnssm_jax.pretrained import ExportError
+from lnssm_jax.pretrained.families import family_of
+
+QWEN3_NEXT = {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
+QWEN3_NEXT |= {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120}
+QWEN3_NEXT |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16}
+QWEN3_NEXT |= {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mlp_only_layers": []}
+QWEN3_NEXT |= {"max_position_embeddings": 262144, "model_type": "qwen3_next"}
+QWEN3_NEXT |= {"moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16}
+QWEN3_NEXT |= {"num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48}
+QWEN3_NEXT |= {"num_key_value_heads": 2, "output_router_logits": False, "rms_norm_eps": 1e-06}
+QWEN3_NEXT |= {"partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000}
+QWEN3_NEXT |= {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
+QWEN3_NEXT |= {"tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
+
+LFM2 = {"conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168}
+LFM2 |= {"max_position_embeddings": 128000, "model_type": "lfm2_moe", "norm_eps": 1e-05}
+LFM2 |= {
+  "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]
+}
+LFM2 |= {"moe_intermediate_size": 1792, "norm_topk_prob": True, "num_attention_heads": 32}
+LFM2 |= {
+  "num_dense_layers": 2,
+  "num_experts": 32,
+  "num_experts_per_tok": 4,
+  "rope_theta": 1000000.0,
+}
+LFM2 |= {"num_hidden_layers": 24, "num_key_value_heads": 8, "routed_scaling_factor": 1.0}
+LFM2 |= {"use_cache": True, "use_expert_bias": True, "vocab_size": 65536}
+
+JAMBA = {"attention_dropout": 0.0, "attn_layer_offset": 4, "attn_layer_period": 8}
+JAMBA |= {"calc_logits_for_entire_prompt": False, "expert_layer_offset": 1, "hidden_act": "silu"}
+JAMBA |= {"expert_layer_period": 2, "hidden_size": 4096, "intermediate_size": 14336}
+JAMBA |= {"mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 256}
+JAMBA |= {"mamba_expand": 2, "mamba_inner_layernorms": True, "mamba_proj_bias": False}
+JAMBA |= {"model_type": "jamba", "n_ctx": 262144, "num_attention_heads": 32, "num_experts": 16}
+JAMBA |= {"num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8}
+JAMBA |= {"output_router_logits": False, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001}
+JAMBA |= {"sliding_window": None, "tie_word_embeddings": False, "use_mamba_kernels": True}
+JAMBA |= {"vocab_size": 65536}
+
+NEMOTRON = {"attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2}
+NEMOTRON |= {"head_dim": 128, "hidden_size": 2688, "intermediate_size": 1856, "n_groups": 8}
+NEMOTRON |= {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+NEMOTRON |= {"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_num_heads": 64}
+NEMOTRON |= {"max_position_embeddings": 262144, "mlp_bias": False, "mlp_hidden_act": "relu2"}
+NEMOTRON |= {"model_type": "nemotron_h", "moe_intermediate_size": 1856, "n_group": 1}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128}
+NEMOTRON |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32}
+NEMOTRON |= {"num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2}
+NEMOTRON |= {"routed_scaling_factor": 2.5, "ssm_state_size": 128, "tie_word_embeddings": False}
+NEMOTRON |= {"time_step_limit": [0.0, float("inf")], "topk_group": 1, "use_bias": False}
+NEMOTRON |= {"use_conv_bias": True, "vocab_size": 131072}
+
+# {model: (its settings, its parameters / 1e9 without heads of further tokens)}
+SIZES = {
+  "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.7),
+  "LFM2-8B-A1B": (LFM2, 8.3),
+  "Jamba-v0.1": (JAMBA, 51.6),
+  "Nemotron-3-Nano-30B-A3B": (NEMOTRON, 31.6),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_published_settings_have_the_parameters_of_their_model(name):
+  config, billions = SIZES[name]
+  settings = family_of(config).settings(config)
+  assert round(count_parameters(abstract_params(settings)) / 1e9, 1) == billions
+
+
+def test_published_settings_are_those_of_tables_written_again():
+  """Also of what several settings say together: patterns, periods, counts of dense layers."""
+  for name, (config, _) in SIZES.items():
+    family = family_of(config)
+    settings = family.settings(config)
+    again = family.config(settings)
+    assert family_of(again) is family and family.settings(again) == settings, name
+  assert family_of(JAMBA | {"num_experts": 1}).settings(JAMBA | {"num_experts": 1})["mixer"] == (
+    ["mamba"] * 4 + ["softmax_attention"] + ["mamba"] * 3
+  )
+
+
+@pytest.mark.parametrize(
+  ("config", "change", "message"),
+  [
+    (JAMBA, {"attn_layer_offset": 8}, "attn_layer_offset=8 must be below attn_layer_period=8"),
+    (
+      JAMBA,
+      {"expert_layer_period": 1, "expert_layer_offset": 0},
+      "all 32 layers have one of channel",
+    ),
+    (JAMBA, {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False is not implemented"),
+    (LFM2, {"num_dense_layers": 25}, "num_dense_layers=25 must be at most num_hidden_layers=24"),
+    (LFM2, {"num_dense_layers": 0}, "all 24 layers have one of channel mixers, moe"),
+    (
+      NEMOTRON,
+      {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4},
+      "either mlp or moe; it",
+    ),
+    (NEMOTRON, {"mlp_bias": True}, "mlp_bias=True is not implemented"),
+  ],
+)
+def test_settings_that_are_not_implemented_are_named(config, change, message):
+  with pytest.raises(ExportError, match=message):
+    family_of(config | change).settings(config | change)
