@@ -25,7 +25,7 @@ class _ChannelDecays(DeltaBlock):
 
   def _build_all(
     self, dim, num_heads, widths, *, decay_heads, gate_rank, use_beta, allow_neg_eigval,
-    conv_size, conv_bias, norm_eps, options,
+    conv_size, conv_bias, norm_eps, options, gate_bias=True,
   ):  # fmt: skip
     values, key_dim, value_dim = widths
     init = nnx.initializers.normal(0.02)
@@ -48,7 +48,7 @@ class _ChannelDecays(DeltaBlock):
     self.decay_down_proj = linear(dim, rank)
     self.decay_up_proj = linear(rank, decay_heads * key_dim, bias_init=step_size_bias)
     self.gate_down_proj = linear(dim, rank)
-    self.gate_up_proj = linear(rank, values * value_dim, bias_init="zeros")
+    self.gate_up_proj = linear(rank, values * value_dim, bias_init="zeros" if gate_bias else None)
     rate = decay_rate(options["rngs"].params(), (decay_heads,), options["param_dtype"], lowest=1.0)
     self.log_rate = nnx.Param(rate)
 
@@ -84,6 +84,7 @@ class KDA(_ChannelDecays):
     lower_bound: a negative number, of log a: log a_t = lower_bound sigmoid(exp(log_rate) f_t), with
       log_rate 0 at first (fla's `lower_bound` with `safe_gate`). None is the formula above.
     gate_rank: the width of W_1 x and of W_3 x; None means V, as in fla.
+    gate_bias: whether there is a c; Kimi-Linear-48B has none.
     conv_size: W, the tokens that a convolution sees; None leaves the three convolutions out.
     conv_bias: whether the convolutions have a bias.
     allow_neg_eigval: beta_t = 2 sigmoid(W_b x_t), as in `DeltaNet`.
@@ -110,6 +111,7 @@ class KDA(_ChannelDecays):
     expand_v: float = 1.0,
     lower_bound: float | None = None,
     gate_rank: int | None = None,
+    gate_bias: bool = True,
     conv_size: int | None = 4,
     conv_bias: bool = False,
     allow_neg_eigval: bool = False,
@@ -131,6 +133,7 @@ class KDA(_ChannelDecays):
       widths,
       decay_heads=widths[0],
       gate_rank=gate_rank,
+      gate_bias=gate_bias,
       use_beta=True,
       allow_neg_eigval=allow_neg_eigval,
       conv_size=conv_size,

@@ -7,6 +7,7 @@ where that runs on a CPU.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,7 @@ def _as_published(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
   """The tensors of a file as its authors publish it, which transformers 5.23 reads.
 
   It saves the norm after attention of Olmo-Hybrid by another name, and its convolution in three
-  parts of equal size.
+  parts of equal size; the dense layers of Kimi Linear by the names of those with experts.
   """
   published = {}
   for name, shape in shapes.items():
@@ -121,6 +122,7 @@ def _as_published(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     layer, norm, rest = name.partition("feedforward_layer_norm")
     if norm and f"{layer}self_attn.q_norm.weight" in shapes:
       name = f"{layer}post_attention_layernorm{rest}"
+    name = re.sub(r"block_sparse_moe\.(\w+_proj\.)", r"mlp.\1", name)
     published[name] = shape
   return published
 

@@ -3,6 +3,7 @@
 import inspect
 
 import transformers
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
@@ -18,6 +19,8 @@ def patch():
   for module in (qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid):
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
+  for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
+    setattr(kimi_linear, name, inspect.unwrap(getattr(kimi_linear, name)))
 
 
 def cases():
@@ -284,7 +287,25 @@ def experts_next_to_others():
       **options,
     )
   )
+  kimi = transformers.KimiLinearConfig(
+    **common | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    linear_head_dim=4,
+    linear_num_heads=3,
+    kv_lora_rank=5,
+    qk_rope_head_dim=2,
+    qk_nope_head_dim=3,
+    v_head_dim=3,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=6,
+    max_position_embeddings=16,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+  )
   return {
+    "kimi_linear": (transformers.KimiLinearForCausalLM(kimi), cached_steps),
     "lfm2_moe": (transformers.Lfm2MoeForCausalLM(lfm2), cached_steps),
     "jamba": (transformers.JambaForCausalLM(jamba), cached_steps),
     "nemotron_h_moe": (nemotron(), cached_steps),

@@ -11,7 +11,15 @@ from lnssm_jax.pretrained import hugging_face
 from tests.pretrained.published import recorded, write
 
 CASES = ("falcon_h1", "falcon_h1_norm", "fla_rwkv7", "granitemoehybrid", "granitemoehybrid_moe")
-CASES += ("jamba", "lfm2", "lfm2_moe", "nemotron_h", "nemotron_h_biases", "nemotron_h_moe_latent")
+CASES += (
+  "jamba",
+  "kimi_linear",
+  "lfm2",
+  "lfm2_moe",
+  "nemotron_h",
+  "nemotron_h_biases",
+  "nemotron_h_moe_latent",
+)
 CASES += ("olmo_hybrid", "olmo_hybrid_rope")
 CASES += ("qwen3_5_text", "qwen3_next", "qwen3_next_moe")
 STEP = 1e-5

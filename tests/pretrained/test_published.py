@@ -69,7 +69,12 @@ def saved_cases():
   """Hybrids of fla have one table; one of them is enough by default, as of some others."""
   for case in CASES:
     like_others = case.endswith(("_attn", "_norm", "_rope", "_h_biases", "_h_moe", "_latent"))
-    like_others = like_others or case in ("qwen3_5_moe", "granitemoehybrid", "lfm2_moe")
+    like_others = like_others or case in (
+      "qwen3_5_moe",
+      "granitemoehybrid",
+      "kimi_linear",
+      "lfm2_moe",
+    )
     seldom = like_others and case not in BY_DEFAULT
     yield pytest.param(case, marks=[pytest.mark.slow] * seldom)
 

@@ -58,12 +58,33 @@ NEMOTRON |= {"routed_scaling_factor": 2.5, "ssm_state_size": 128, "tie_word_embe
 NEMOTRON |= {"time_step_limit": [0.0, float("inf")], "topk_group": 1, "use_bias": False}
 NEMOTRON |= {"use_conv_bias": True, "vocab_size": 131072}
 
+KIMI = {"first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu", "hidden_size": 2304}
+KIMI |= {"intermediate_size": 9216, "kv_lora_rank": 512, "mla_use_nope": True}
+FULL = [4, 8, 12, 16, 20, 24, 27]
+KIMI["linear_attn_config"] = {
+  "full_attn_layers": FULL,
+  "head_dim": 128,
+  "kda_layers": [i for i in range(1, 28) if i not in FULL],
+  "num_heads": 32,
+  "short_conv_kernel_size": 4,
+}
+KIMI |= {"model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 1024}
+KIMI |= {"moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
+KIMI |= {"num_attention_heads": 32, "num_expert_group": 1, "num_experts": 256}
+KIMI |= {"num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32}
+KIMI |= {"num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None}
+KIMI |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05}
+KIMI |= {"rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446}
+KIMI |= {"tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True}
+KIMI |= {"v_head_dim": 128, "vocab_size": 163840}
+
 # {model: (its settings, its parameters / 1e9 without heads of further tokens)}
 SIZES = {
   "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.7),
   "LFM2-8B-A1B": (LFM2, 8.3),
   "Jamba-v0.1": (JAMBA, 51.6),
   "Nemotron-3-Nano-30B-A3B": (NEMOTRON, 31.6),
+  "Kimi-Linear-48B-A3B": (KIMI, 49.1),
 }
 
 
@@ -103,6 +124,12 @@ def test_published_settings_are_those_of_tables_written_again():
       NEMOTRON,
       {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4},
       "either mlp or moe; it",
+    ),
+    (KIMI, {"q_lora_rank": 8}, "q_lora_rank=8 is not implemented; only None"),
+    (
+      KIMI,
+      {"linear_attn_config": {"kda_layers": [1]}},
+      r"kda_layers=\[1\] are not the layers without",
     ),
     (NEMOTRON, {"mlp_bias": True}, "mlp_bias=True is not implemented"),
   ],

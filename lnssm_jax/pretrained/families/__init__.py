@@ -11,6 +11,7 @@ from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_MOE
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from lnssm_jax.pretrained.families.jamba import JAMBA, JAMBA_DENSE
+from lnssm_jax.pretrained.families.kimi_linear import KIMI_LINEAR
 from lnssm_jax.pretrained.families.lfm2 import LFM2, LFM2_MOE
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
@@ -61,6 +62,7 @@ FAMILIES: tuple[Family, ...] = (
   NEMOTRON_H,
   JAMBA,
   JAMBA_DENSE,
+  KIMI_LINEAR,
   FALCON_H1,
   *FLA,
   RWKV6,

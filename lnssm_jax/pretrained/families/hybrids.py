@@ -218,10 +218,10 @@ BAMBA = Family(
 
 
 # (rows of one after another in a group: of which ours are one, groups)
-type _Widths = Callable[[Mapping[str, Any]], tuple[Sequence[int], int]]
+type Widths = Callable[[Mapping[str, Any]], tuple[Sequence[int], int]]
 
 
-def _group(number: int, widths: _Widths) -> Callable[[Mapping[str, Any]], View]:
+def group(number: int, widths: Widths) -> Callable[[Mapping[str, Any]], View]:
   """[groups sum(widths), D] or [groups sum(widths)] -> the rows `number` of each group.
 
   Ours, [D, groups width] or [groups width], has the groups next to each other.
@@ -282,17 +282,17 @@ def _convolved(number: int) -> Callable[[Mapping[str, Any]], View]:
 _NET, _SELF = f"{LAYER}.linear_attn", f"{LAYER}.self_attn"
 _NEXT_INPUTS: Rows = {
   **{
-    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkvz.weight", _group(n, _qkvz))
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkvz.weight", group(n, _qkvz))
     for n, x in enumerate("qkvg")
   },
   **{
-    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_ba.weight", _group(n, _ba))
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_ba.weight", group(n, _ba))
     for n, x in enumerate("ba")
   },
 }
 _INPUTS: Rows = {  # of Qwen3.5
   **{
-    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkv.weight", _group(n, _qkv))
+    f"blocks.gated_delta_net.{x}_proj.kernel": Row(f"{_NET}.in_proj_qkv.weight", group(n, _qkv))
     for n, x in enumerate("qkv")
   },
   **{
@@ -307,7 +307,7 @@ _NEXT_ROWS: Rows = {
   },
   **{
     f"blocks.softmax_attention.{x}_proj.{ours}": Row(
-      f"{_SELF}.q_proj.{theirs}", _group(n, _query_and_gate)
+      f"{_SELF}.q_proj.{theirs}", group(n, _query_and_gate)
     )
     for n, x in enumerate("qg")
     for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
