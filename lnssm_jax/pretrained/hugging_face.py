@@ -27,6 +27,7 @@ from lnssm_jax.pretrained import adapters, exports, folders, placing
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, rwkv_files, table
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
+from lnssm_jax.pretrained.rwkv_tokenizer import tokenizer_of
 
 
 def load(
@@ -37,6 +38,7 @@ def load(
   mesh: Mesh | None = None,
   max_length: int | None = None,
   adapter: str | Path | None = None,
+  tokenizer: str | Path | None = None,
 ) -> LoadedModel:
   """Loads a published model from a local folder with config.json and safetensors files.
 
@@ -57,6 +59,8 @@ def load(
     max_length: tokens that the caches of attention layers hold, in place of the config's maximum.
     adapter: a folder of PEFT with low-rank corrections (LoRA), which are added to the weights:
       in float32 or wider, rounded to the dtype of the parameters.
+    tokenizer: the path of a tokenizer.json, or of the vocabulary of RWKV World (a `.txt`), in place
+      of that of the folder.
 
   Returns:
     A `LoadedModel`. Its settings["sample"] has what generation_config.json says, and its tokenizer
@@ -66,11 +70,13 @@ def load(
     ExportError: the folder has no such model, a setting in config.json is unknown or not
       implemented, contradicts another or has no bound that makes sense, or a tensor is missing, has
       another shape, is not used or not finite; the message names it.
+    DataError: the file of `tokenizer` is missing or unusable.
     ValueError: a dtype is not one of floating point.
   """
   folder = Path(folder)
   check_dtype("dtype", dtype)
   check_dtype("param_dtype", param_dtype)
+  own = None if tokenizer is None else tokenizer_of(tokenizer)
   if folder.is_file():  # RWKV as its author publishes it
     tensors, sample = folders.Tensors(folder), {}
     family, config = _of_file(folder, tensors)
@@ -110,7 +116,7 @@ def load(
     0,
     folder,
     list,
-    lambda: folders.tokenizer(folder, config),
+    lambda: own or folders.tokenizer(folder, config),
   )
 
 

@@ -11,30 +11,37 @@ from lnssm_jax.models.settings import graph_of
 from lnssm_jax.pretrained import exports, folders, hugging_face
 from lnssm_jax.pretrained.exports import ExportError
 from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.rwkv_tokenizer import tokenizer_of
 
 
-def load_model(folder: str | Path) -> LoadedModel:
+def load_model(folder: str | Path, *, tokenizer: str | Path | None = None) -> LoadedModel:
   """Loads an exported or a published model onto the first device of this process.
 
       loaded = lnssm_jax.load_model("exported")
+      loaded = lnssm_jax.load_model("RWKV-x070.pth", tokenizer="rwkv_vocab_v20230424.txt")
 
   `lnssm_jax.pretrained.load` has options for published models. `train.load_model`, in a checkout,
   also opens run folders.
 
+  Args:
+    tokenizer: a file in place of the model's own, as in `lnssm_jax.pretrained.load`.
+
   Raises:
+    DataError: the file of `tokenizer` is missing or unusable.
     ExportError: `folder` is no exported model, or it is damaged or inconsistent.
   """
   folder = fetched(folder)
   if not exports.is_exported(folder) and folders.is_published(folder):
-    return hugging_face.load(folder)
+    return hugging_face.load(folder, tokenizer=tokenizer)
   if not exports.is_exported(folder):
     raise ExportError(not_exported(folder))
   manifest, arrays = exports.read(folder)
   params = jax.device_put(arrays, jax.local_devices()[0])
   model = nnx.merge(graph_of(manifest.model), params)
   settings = {"model": manifest.model, **manifest.settings}
-  tokenizer = lambda: exports.tokenizer_of(folder, manifest)
-  return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, tokenizer)
+  own = None if tokenizer is None else tokenizer_of(tokenizer)
+  stored = lambda: own or exports.tokenizer_of(folder, manifest)
+  return LoadedModel(model, settings, manifest.step, folder, lambda: manifest.metrics, stored)
 
 
 def not_exported(folder: Path) -> str:

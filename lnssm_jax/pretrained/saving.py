@@ -17,6 +17,7 @@ from lnssm_jax.models.settings import params_of, stored
 from lnssm_jax.pretrained import exports
 from lnssm_jax.pretrained.loaded import sample_of
 from lnssm_jax.pretrained.manifest import NO_TOKENIZER, ExportError
+from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
 from lnssm_jax.pretrained.safetensors import is_finite
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from lnssm_jax.sampling import SamplingOptions
@@ -136,6 +137,11 @@ def write(
 
 
 def _tokenizer(given: Any) -> Tokenizer | None:
+  if isinstance(given, WorldTokenizer):
+    raise ValueError(
+      f"tokenizer {given.spec} is a vocabulary of RWKV World, which no export has; leave it out and"
+      " give it again: load_model(folder, tokenizer=...)."
+    )
   if given is None or hasattr(given, "fingerprint"):
     return given
   if hasattr(given, "to_str"):  # of the package tokenizers

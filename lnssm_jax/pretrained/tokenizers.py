@@ -87,7 +87,7 @@ class ByteTokenizer:
 
   def encode(self, text: str, special_tokens: InText = "text") -> np.ndarray:
     special.check_in_text(special_tokens)
-    return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+    return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
   def encode_batch(self, texts: Sequence[str], special_tokens: InText = "text") -> list[np.ndarray]:
     return [self.encode(text, special_tokens) for text in texts]
@@ -96,7 +96,7 @@ class ByteTokenizer:
     self, pairs: Sequence[tuple[str, str]], special_tokens: InText = "text"
   ) -> list[tuple[np.ndarray, int]]:
     encode = lambda text: self.encode(text, special_tokens)
-    return [(encode(context + text), len(_utf8(context))) for context, text in pairs]
+    return [(encode(context + text), len(utf8(context))) for context, text in pairs]
 
   def decode(self, ids: Iterable[int]) -> str:
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
@@ -182,7 +182,7 @@ class FileTokenizer:
 
   def encode_batch(self, texts: Sequence[str], special_tokens: InText = "text") -> list[np.ndarray]:
     for text in texts:
-      _utf8(text)
+      utf8(text)
     inner = self._encoder(special_tokens)
     with _library(f"the tokenizer {self.spec} cannot encode a text"):
       found = inner.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -351,7 +351,8 @@ def _library(failed: str) -> Iterator[None]:
     raise DataError(f"{failed}: {error}{panic}.") from error
 
 
-def _utf8(text: str) -> bytes:
+def utf8(text: str) -> bytes:
+  """The bytes of a text; DataError for one with a surrogate that has no pair."""
   try:
     return text.encode()
   except UnicodeEncodeError as error:

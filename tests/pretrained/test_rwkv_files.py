@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import lnssm_jax
+from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import ExportError, hugging_face, torch_files
+from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
 from tests.pretrained.published import recorded, write
 
 # {part of a tensor's name in fla's layout: of the author's, whether it is transposed}
@@ -203,3 +205,90 @@ def test_file_of_torch_of_another_model_or_of_a_larger_tensor_raises(tmp_path, t
   write_torch(path, tensors, torch_names, more=more)
   with pytest.raises(ExportError, match="larger than its storage"):
     hugging_face.load(path)
+
+
+# Those of the test; a byte b that is no text is written as the author's file has it.
+WORDS = ["in", "int", " in", "é", "éa", b"\xe4\xbd", "你", "\n\n", " \t", "'", '"', "\\"]
+
+
+def write_vocabulary(path, words=WORDS):
+  """Ids 1 to 256 are the bytes, as in the author's file."""
+  ascii_or_byte = lambda n: chr(n) if n < 128 else bytes([n])
+  entries = [*map(ascii_or_byte, range(256)), *(w for w in words if len(w) > 1 or ord(w) > 127)]
+  size = lambda x: len(x.encode() if isinstance(x, str) else x)
+  lines = [f"{n} {x!r} {size(x)}" for n, x in enumerate(entries, 1)]
+  path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+  return path
+
+
+def test_world_tokenizer_takes_the_longest_token_of_any_bytes(tmp_path):
+  """Against a search over the whole vocabulary; of bytes that are no text, and of texts."""
+  found = WorldTokenizer(write_vocabulary(tmp_path / "vocabulary.txt"))
+  tokens = {found.decode_bytes([i]): i for i in range(1, found.vocab_size)}
+  rng = np.random.default_rng(0)
+  letters = [
+    *(x.encode() if isinstance(x, str) else x for x in WORDS),
+    *(bytes([n]) for n in range(256)),
+  ]
+  for _ in range(50):
+    data = b"".join(letters[i] for i in rng.integers(0, 40, rng.integers(0, 30)))
+    want, rest = [], data
+    while rest:
+      longest = max((x for x in tokens if rest.startswith(x)), key=len)
+      want.append(tokens[longest])
+      rest = rest[len(longest) :]
+    assert found.encode_bytes(data).tolist() == want
+    assert found.decode_bytes(want) == data
+  ids = found.encode("int éa 你")
+  assert found.decode(ids) == "int éa 你" and len(ids) == 5
+  assert found.decode([*ids[:-1], tokens[b"\xe4\xbd"], 0]) == "int éa \ufffd"
+  assert found.is_byte(tokens[b"\xe4\xbd"]) and not found.is_byte(tokens["你".encode()])
+  (ids, start), (_, both) = found.encode_continuations([(" in", "t"), ("i", "nt")])
+  assert (ids.tolist(), start, both) == ([tokens[b" in"], tokens[b"t"]], 1, 0)
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("300 __import__('os') 2", "must be a text or bytes"),
+    ("300 'ab'.upper() 2", "line 266"),
+    ("300 'ab' 3", "it has 2 bytes"),
+    ("0 'ab' 2", "ids are 1 to"),
+    ("300 'in' 2", "that of an earlier line"),
+    ("300 '" + "a" * 5000 + "' 5000", "an id, a literal and a length"),
+    ("three 'ab' 2", "an id, a literal and a length"),
+  ],
+)
+def test_world_vocabulary_with_a_wrong_line_is_named(line, message, tmp_path):
+  path = write_vocabulary(tmp_path / "vocabulary.txt")
+  path.write_text(path.read_text() + line + "\n")
+  with pytest.raises(DataError, match=message):
+    WorldTokenizer(path)
+
+
+def test_world_vocabulary_without_a_byte_is_rejected(tmp_path):
+  path = write_vocabulary(tmp_path / "vocabulary.txt")
+  path.write_text("\n".join(path.read_text().splitlines()[1:]))
+  with pytest.raises(DataError, match="no token for the byte 0"):
+    WorldTokenizer(path)
+
+
+@pytest.mark.slow
+def test_model_of_the_author_generates_and_scores_with_its_vocabulary(tmp_path, torch_names):
+  case, size = "fla_rwkv7", 300
+  tensors = {name: x.astype(np.float32) for name, x in recorded(case).tensors.items()}
+  for name in ("model.embeddings.weight", "lm_head.weight"):
+    tensors[name] = np.resize(tensors[name], (size, tensors[name].shape[1]))
+  path = write_torch(tmp_path / "RWKV-x070.pth", of_author(tensors), torch_names)
+  vocabulary = write_vocabulary(tmp_path / "vocabulary.txt")
+  loaded = lnssm_jax.load_model(path, tokenizer=vocabulary)
+  assert loaded.stop_tokens == (0,)
+  text = loaded.generate("int éa", max_tokens=4, temperature=0)
+  assert text == "".join(loaded.stream("int éa", loaded.options(max_tokens=4, temperature=0)))
+  score = loaded.score("a 你", context="int é")
+  assert loaded.tokenizer.decode(score.tokens) == "éa 你"  # one token has both
+  with pytest.raises(ValueError, match=r"give it again: load_model\(folder, tokenizer="):
+    lnssm_jax.save_model(tmp_path / "copy", loaded.model, loaded.tokenizer)
+  lnssm_jax.save_model(tmp_path / "copy", loaded.model)
+  copy = lnssm_jax.load_model(tmp_path / "copy", tokenizer=vocabulary)
+  assert copy.generate("int éa", max_tokens=4, temperature=0) == text
