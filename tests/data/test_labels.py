@@ -210,7 +210,8 @@ def test_damaged_weights_are_rejected(weighted):
   ("changes", "message"),
   [
     ({"fields": {"x": ("a",)}}, "data.fields has 'x', which is in neither"),
-    ({"fields": {"chat": (*"abcd",)}}, r"data.fields.chat=\('a', 'b', 'c', 'd'\) has the key"),
+    ({"fields": {"chat": (*"abcd",)}}, r"data.fields.chat=\('a', 'b', 'c', 'd'\) must be the key"),
+    ({"fields": {"chat": ("a", "b", "b")}}, r"\('a', 'b', 'b'\) must be .* none of them twice"),
     ({"fields": {}, "targets": {"chat": "completion"}}, "needs data.fields.chat with two keys"),
     ({"targets": {"chat": "first"}}, "data.targets.chat='first' is not a choice"),
   ],

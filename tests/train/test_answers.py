@@ -1,9 +1,10 @@
 """`generate --prompts FILE --output FILE`, and lists of texts: any batch, any interruption."""
 
+import datetime
 import itertools
 import json
-import sys
 
+import pyarrow.parquet
 import pytest
 
 import lnssm_jax
@@ -11,6 +12,8 @@ from lnssm_jax.pretrained import texts
 from tests.pretrained.test_save_model import random_model
 from train.cli import commands
 from train.cli.main import main
+from train.data.errors import DataError
+from train.runs import answers
 
 PROMPTS = ["abc", "the long", "bcd", "defg f"]
 
@@ -31,6 +34,8 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
   file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
   given = ("--run-dir", tmp_path / "model", "--max-tokens", 6, "--prompts", file)
   run = lambda *more: main(["generate", *map(str, (*given, "--output", output, *more))])
+  assert run("--batch", 0) == 2 and not list(tmp_path.glob("out*"))
+  assert "batch=0 must be an integer of at least 1" in capsys.readouterr().err
   whole = texts.complete_each
   with monkeypatch.context() as patch:
     two = lambda *args, **how: itertools.islice(whole(*args, **how), 2)
@@ -60,7 +65,6 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
   assert found == want and not partial.exists()
   assert run("--seed", 3) == 2 and "exists already" in capsys.readouterr().err
   # Another process of the same call has just finished: nothing is written twice, or left.
-  answers = sys.modules["train.runs.answers"]
   seen = iter([lambda output: None, answers._check_new])
   monkeypatch.setattr(answers, "_check_new", lambda output: next(seen)(output))
   before = output.stat().st_mtime_ns
@@ -70,6 +74,15 @@ def test_rows_continue_after_an_interruption_as_one_call_writes_them(tmp_path, m
 
 def _stop(_):
   raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), b"x", float("nan")])
+def test_prompts_with_a_column_that_json_does_not_have_are_named(tmp_path, value):
+  path = tmp_path / "a.parquet"
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "x": value}]), path)
+  with pytest.raises(DataError, match=r"row 1: .* JSON .*; leave that column out, or make it text"):
+    answers.write(None, path, tmp_path / "out", None)
+  assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,10 @@ class Data:
         )
     for name, keys in self.fields.items():
       check(
-        len(keys) in (1, 2, 3) and all(keys),
-        f"data.fields.{name}={keys} has the key of a text, such as ('text',), those of a prompt and"
-        " its completion, or those of a prompt, the chosen answer and the rejected one.",
+        len(keys) in (1, 2, 3) and all(keys) and len({*keys}) == len(keys),
+        f"data.fields.{name}={keys} must be the key of a text, such as ('text',), those of a prompt"
+        " and its completion, or those of a prompt, the chosen answer and the rejected one, none of"
+        " them twice.",
       )
     pairs = [name for name in self.train if self.documents_of_rows(name) == 2]
     check(

@@ -17,6 +17,7 @@ from typing import Any
 from lnssm_jax.files.atomic import append_to, named, replace_file, write_all
 from lnssm_jax.files.checked_json import parse
 from lnssm_jax.files.reading import DataError
+from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.sampling import SamplingOptions
@@ -50,9 +51,11 @@ def write(
   Raises:
     DataError: `output` exists, a row has no prompt, or OUTPUT.partial is damaged, or of other
       prompts, another model or other options.
+    ValueError: `batch` is not positive.
     OSError: a file cannot be read or written.
   """
   how, output = _DEFAULTS | how, Path(output)
+  check_positive("batch", how["batch"])
   _check_new(output)
   rows = _rows(Path(prompts))
   kept = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
@@ -127,6 +130,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
       )
     if NEW in row:
       raise DataError(f'{where}: has the key "{NEW}", which is that of the new text; rename it.')
+    try:
+      json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:  # of .parquet: dates, bytes, NaN
+      raise DataError(f"{where}: {error}; leave that column out, or make it text.") from None
     rows.append(row)
   if not rows:
     raise DataError(f'--prompts {path} has no rows; give some, such as {{"prompt": ...}}.')
