@@ -6,6 +6,7 @@ the digests of a checkpoint, the manifest of an exported model, the sidecar of t
 """
 
 import contextlib
+import errno
 import posixpath
 import re
 import secrets
@@ -16,16 +17,26 @@ from typing import Any
 
 from lnssm_jax.files import user_cache
 from lnssm_jax.files.printable import PrintableError, printable
+from lnssm_jax.files.reading import TRANSIENT
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # of fsspec, by scheme
 # Of an exported or a published model: those that say what the other files are.
 _LAST = ("manifest.json", "adapter_config.json", "config.json")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
 _THREADS = 8
+_ATTEMPTS = 3
+_OF_NETWORKS = {*TRANSIENT, errno.EREMOTEIO, errno.ENETUNREACH, errno.EHOSTUNREACH}
+_OF_SETTINGS = ("Credentials", "Profile", "Validation")  # in the names of errors of the packages
 
 
 class BucketError(PrintableError, ValueError):
-  """A bucket cannot be reached, read or written; the message says which and why."""
+  """A bucket cannot be reached, read or written; the message says which and why.
+
+  Attributes:
+    exit_code: of the command line: 1 if a network or a server failed, which may be back later.
+  """
+
+  exit_code = 2
 
 
 def is_address(path: object) -> bool:
@@ -83,15 +94,16 @@ class Bucket:
     scheme, self._root = _ADDRESS.match(str(address)).groups()  # pyrefly: ignore
     self._root = self._root.rstrip("/")
     self.address = f"{scheme}://{self._root}"
-    try:
-      import fsspec
+    with self._reached():  # credentials may be read here
+      try:
+        import fsspec
 
-      self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False)
-    except ImportError:
-      package = PACKAGES[scheme]
-      raise BucketError(
-        f"{self.address} needs the package {package}: pip install {package}"
-      ) from None
+        self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False)
+      except ImportError:
+        package = PACKAGES[scheme]
+        raise BucketError(
+          f"{self.address} needs the package {package}: pip install {package}"
+        ) from None
 
   def files(self, under: str = "") -> dict[str, int]:
     """Sizes in bytes of all files in a folder, {} if there is none."""
@@ -99,6 +111,8 @@ class Bucket:
       root = self._path(under) if under else self._root
       found = self._fs.find(root, detail=True)
       names = {path.lstrip("/").removeprefix(f"{self._root}/"): x for path, x in found.items()}
+      # Consoles stand for a folder by an empty object, "folder/".
+      names = {name: x for name, x in names.items() if name and not name.endswith("/")}
       for name in names:  # of whoever may write there
         if name != posixpath.normpath(name) or name.startswith(("/", "..")):
           raise BucketError(f"{self.address} has a file {name!r:.200}, outside of it; remove it.")
@@ -129,7 +143,14 @@ class Bucket:
       path.parent.mkdir(parents=True, exist_ok=True)
       partial = path.with_name(f".{secrets.token_hex(8)}")
       try:
-        self._fs.get_file(self._path(name), str(partial))
+        size = -1
+        for _ in range(_ATTEMPTS):  # it may be written meanwhile
+          size = self._fs.info(self._path(name))["size"]
+          self._fs.get_file(self._path(name), str(partial))
+          if partial.stat().st_size == size:
+            break
+        else:
+          raise TimeoutError(f"{name} arrived with {partial.stat().st_size} of {size} bytes")
         partial.replace(path)
       finally:
         partial.unlink(missing_ok=True)
@@ -158,8 +179,28 @@ class Bucket:
     except BucketError:
       raise
     except Exception as error:  # of many kinds, in the packages
-      why = f"{type(error).__name__}: {error}".splitlines()[0]
-      raise BucketError(f"{self.address} cannot be used ({why})") from error
+      why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+      failed = BucketError(f"{self.address} cannot be used ({why})")
+      failed.exit_code = 1 if _may_be_gone_later(error) else 2
+      raise failed from error
+
+
+def _may_be_gone_later(error: Exception) -> bool:
+  """Whether a network or a server failed, and not an address, a permission or a local disk."""
+  status = getattr(error, "code", None)  # of HTTP, in gcsfs
+  if isinstance(answer := getattr(error.__cause__, "response", None), dict):  # in s3fs
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+  if isinstance(status, int):
+    return status in (408, 429) or status >= 500
+  if isinstance(error, ConnectionError | TimeoutError):
+    return True
+  if isinstance(error, OSError) and error.errno is not None:
+    return error.errno in _OF_NETWORKS or error.errno < 0  # of the name of a host
+  kind = type(error)
+  if kind.__module__.partition(".")[0] in ("aiohttp", "requests", "urllib3"):
+    return True
+  is_of_settings = any(name in kind.__name__ for name in _OF_SETTINGS)
+  return not isinstance(error, OSError | ValueError | TypeError) and not is_of_settings
 
 
 def fetched(path: str | Path) -> Path:

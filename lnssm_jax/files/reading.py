@@ -29,8 +29,6 @@ PAUSES = (0.1, 0.5, 2.0)
 class DataError(PrintableError, ValueError):
   """Unusable data; the message names the file, the problem and the fix."""
 
-  exit_code: int | None = None  # of the command line; None: 2, or 1 if the disk may be back soon
-
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from lnssm_jax.files.buckets import Bucket, BucketError, local
 from train.checkpoint import digests
 from train.checkpoint.step_folders import CheckpointError
 from train.cli import dry_run
+from train.cli.errors import exit_code
 from train.cli.main import main
 from train.cluster import doctor
 from train.data import in_bucket
@@ -221,6 +223,87 @@ def test_bucket_that_cannot_be_used_is_one_line(machine, tiny, capsys):
     assert capsys.readouterr().err == f"error: {missing}\n"
   doctor.examine(tiny(run_dir="gs://lab/new"), lines.append)
   assert "bucket       gs://lab/new, writable" in lines and Bucket("gs://lab/new").files() == {}
+
+
+def test_empty_objects_that_stand_for_folders_are_no_files(machine):
+  uploaded(2)
+  for marker in ("lab/run/", "lab/run/checkpoints/2/"):
+    Bucket(RUN)._fs.store[f"/{marker}"] = Bucket(RUN)._fs.store["/lab/run/config.json"]
+  machine("b")
+  bucket.fetched(RUN)
+  assert steps_here() == ["2"]
+
+
+def test_object_that_arrives_cut_is_fetched_again_and_never_taken(machine, monkeypatch):
+  uploaded(2)
+  files, cut = Bucket(RUN)._fs, []
+  whole = files.get_file
+
+  def get_file(source, target):
+    whole(source, target)
+    if source.endswith("array") and len(cut) < 5:
+      cut.append(source)
+      Path(target).write_bytes(Path(target).read_bytes()[:-1])
+
+  monkeypatch.setattr(files, "get_file", get_file)
+  machine("b")
+  with pytest.raises(BucketError, match="arrived with 8 of 9 bytes") as found:
+    bucket.fetched(RUN)
+  assert exit_code(found.value) == 1 and not steps_here()
+  bucket.fetched(RUN)  # the second attempt is cut twice more, and the checkpoint is not damaged
+  assert steps_here() == ["2"] and len(cut) == 5
+
+
+class Answer(Exception):
+  """As gcsfs raises errors of HTTP, with its status."""
+
+  def __init__(self, code):
+    self.code = code
+
+
+class NoCredentialsError(Exception):
+  """As botocore's."""
+
+
+def of_s3(status):
+  """As s3fs raises errors of HTTP."""
+  error = OSError(errno.EIO, "An error occurred")
+  error.__cause__ = Answer(None)
+  error.__cause__.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+  return error
+
+
+@pytest.mark.parametrize(
+  ("error", "code"),
+  [
+    (Answer(503), 1),
+    (Answer(429), 1),
+    (Answer(401), 2),
+    (of_s3(500), 1),
+    (of_s3(400), 2),
+    (PermissionError("Forbidden"), 2),
+    (OSError("Forbidden: lab"), 2),
+    (FileNotFoundError("The specified bucket does not exist"), 2),
+    (OSError(errno.EREMOTEIO, "Internal Server Error"), 1),
+    (OSError(errno.ENOSPC, "No space left on device"), 2),
+    (ConnectionResetError("reset"), 1),
+    (TimeoutError(), 1),
+    (NoCredentialsError("Unable to locate\ncredentials"), 2),
+    (ValueError("Invalid endpoint"), 2),
+    (RuntimeError("Response payload is not completed"), 1),
+  ],
+)
+def test_failure_of_a_network_has_another_exit_code_than_a_wrong_setting(machine, error, code):
+  """With 2 a scheduler never starts a run again."""
+  for place in ((fsspec, "filesystem"), (Bucket(RUN)._fs, "pipe_file")):
+    with (
+      mock.patch.object(*place, side_effect=error),
+      pytest.raises(
+        BucketError, match=rf"gs://lab/run cannot be used \({type(error).__name__}"
+      ) as e,
+    ):
+      Bucket(RUN).write("a", b"")
+    assert exit_code(e.value) == code and "\n" not in str(e.value)
 
 
 @pytest.mark.slow  # two trainings; the servers' test has the same, where their packages are

@@ -54,6 +54,14 @@ _LOOK = 0.2  # seconds between two looks whether the run ends
 _BEGINNING = {"epoch": 0, "document": 0, "token": 0}
 
 
+class SourceError(DataError):
+  """A function of a source cannot be used, or raised."""
+
+  def __init__(self, message: str, exit_code: int):
+    super().__init__(message)
+    self.exit_code = exit_code  # of the command line
+
+
 class Stream(grain.IterDataset):
   """Endless windows of `train.data.windows.TokenWindows` from a source; the module says which.
 
@@ -296,12 +304,11 @@ def _numbered(
 
 
 def _reject(what: str, error: BaseException) -> NoReturn:
-  """Raises a `DataError`, which is of the network or disk if `error` is."""
+  """Raises a `SourceError`, with 1 if `error` is of a network, as it may be gone later."""
   frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_user(f.filename)]
   place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-  rejected = DataError(f"{what}: {first_line(error)}{place}.")
-  rejected.exit_code = 1 if isinstance(error, OSError) and error.filename is None else 2
-  raise rejected from error
+  code = 1 if isinstance(error, OSError) and error.filename is None else 2
+  raise SourceError(f"{what}: {first_line(error)}{place}.", code) from error
 
 
 def _is_of_user(file: str) -> bool:
