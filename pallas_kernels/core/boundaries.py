@@ -19,7 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.index import ChunkIndex
-from pallas_kernels.core.wgmma import broadcast_rows, equal_mask, load_row_vector
+from pallas_kernels.core.wgmma import (
+  broadcast_cols,
+  broadcast_rows,
+  load_col_vector,
+  load_row_vector,
+)
 
 
 class DocumentBoundaries(NamedTuple):
@@ -29,27 +34,22 @@ class DocumentBoundaries(NamedTuple):
   attends to tokens of its own document only (`mask`), sees the state that entered its chunk if its
   document did (`sees_entering_state`), and is part of the state that leaves if its document leaves
   (`reaches_leaving_state`). A state passes a chunk only if no document begins there
-  (`keeps_state`). Both fields are None where a sequence is one document.
+  (`keeps_state`). Both fields are None where a sequence is one document, one where a kernel needs
+  the other alone.
   """
 
-  segment_ids: Any  # [B, T] int32, counted from 0, padded with each row's last; or None
-  reach: Any  # [2, B, T] float32, 1 or 0: sees the entering state; reaches the leaving one; or None
+  segment_ids: Any  # [B, T] int32, counted from 0, padded with each row's last; or None: the mask
+  reset_ids: Any  # the same: the reset
 
   @classmethod
-  def of(cls, segment_ids: jax.Array | None, chunk: int) -> "DocumentBoundaries":
-    """Computes `reach` of padded segment ids [B, T], or None, in chunks of so many tokens."""
-    if segment_ids is None:
-      return cls(None, None)
-    chunks = segment_ids.reshape(segment_ids.shape[0], -1, chunk)
-    leaving = chunks[:, :, -1:]
-    entering = jnp.concatenate([jnp.zeros_like(leaving[:, :1]), leaving[:, :-1]], axis=1)
-    reach = jnp.stack([chunks == entering, chunks == leaving])
-    return cls(segment_ids, reach.reshape(2, -1, segment_ids.shape[1]).astype(jnp.float32))
+  def of(cls, segment_ids: jax.Array | None) -> "DocumentBoundaries":
+    """Of padded segment ids [B, T], or None."""
+    return cls(segment_ids, segment_ids)
 
   @property
   def mask_only(self) -> "DocumentBoundaries":
     """For kernels whose decay tables hold the reset already (`scalar_decay_tables`)."""
-    return self._replace(reach=None)
+    return self._replace(reset_ids=None)
 
   @property
   def reset_only(self) -> "DocumentBoundaries":
@@ -58,47 +58,67 @@ class DocumentBoundaries(NamedTuple):
 
   # Outside kernels.
 
-  def chunks_keep_state(self, chunk: int) -> jax.Array:
-    """[B, N] float32: 1 where a state passes the chunk, which is then within one document."""
-    by_chunk = self.reach.reshape(*self.reach.shape[:2], -1, chunk)
-    return by_chunk[0, :, :, -1]  # the last token sees the entering state
+  def in_chunks(self, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """[B, N, C] float32, 1 or 0: tokens that see the entering state, that reach the leaving one."""
+    ids = self.reset_ids.reshape(self.reset_ids.shape[0], -1, chunk)
+    leaving = ids[:, :, -1:]
+    entering = jnp.concatenate([jnp.zeros_like(leaving[:, :1]), leaving[:, :-1]], axis=1)
+    return (ids == entering).astype(jnp.float32), (ids == leaving).astype(jnp.float32)
 
   def reset(self, decay: jax.Array, chunk: int) -> jax.Array:
     """The decay [B|1, H, N|1, K] of each chunk, 0 where no state passes the chunk."""
-    if self.reach is None:
+    if self.reset_ids is None:
       return decay
-    return decay * self.chunks_keep_state(chunk)[:, None, :, None]
+    sees, _ = self.in_chunks(chunk)
+    return decay * sees[:, None, :, -1:]  # the last token sees the entering state
 
   # Inside kernels.
 
   def mask(self, at: ChunkIndex, mask: jax.Array) -> jax.Array:
     """[C, C] bool: `mask` without pairs of tokens of different documents."""
-    if self.segment_ids is None:
-      return mask
-    return mask & self._same_document(at)
+    same = self.same_document(at)
+    return mask if same is None else mask & same
 
   def mask_scores(self, at: ChunkIndex, scores: jax.Array) -> jax.Array:
     """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
-    if self.segment_ids is None:
-      return scores
-    return jnp.where(self._same_document(at), scores, 0.0)
+    same = self.same_document(at)
+    return scores if same is None else jnp.where(same, scores, 0.0)
 
-  def _same_document(self, at: ChunkIndex) -> jax.Array:
-    return equal_mask(self.segment_ids.at[at.batch, at.tokens])
+  def same_document(self, at: ChunkIndex) -> jax.Array | None:
+    """[C, C] bool: the pairs of tokens of one document; None for all."""
+    ids = self.load_ids(at)
+    return None if ids is None else ids.same_document()
+
+  def load_ids(self, at: ChunkIndex) -> "DocumentIds | None":
+    """Loads the documents of a chunk's tokens; None for one document."""
+    if self.segment_ids is None:
+      return None
+    ids = self.segment_ids.at[at.batch, at.tokens]
+    return DocumentIds(load_row_vector(ids), load_col_vector(ids))
 
   def sees_entering_state(self, at: ChunkIndex) -> jax.Array | None:
-    """[C] float32, above 0 for tokens that see the state that enters the chunk; None for all."""
-    return None if self.reach is None else load_row_vector(self.reach.at[0, at.batch, at.tokens])
+    """`StateReset.sees_entering` of a chunk; None for all tokens."""
+    reset = self.load_reset(at)
+    return None if reset is None else reset.sees_entering
 
   def reaches_leaving_state(self, at: ChunkIndex) -> jax.Array | None:
-    """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
-    return None if self.reach is None else load_row_vector(self.reach.at[1, at.batch, at.tokens])
+    """`StateReset.reaches_leaving` of a chunk; None for all tokens."""
+    reset = self.load_reset(at)
+    return None if reset is None else reset.reaches_leaving
 
   def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
-    """The chunk's `decay` [K], 0 if no state passes the chunk: if its last token sees none."""
-    if self.reach is None:
-      return decay
-    return decay * self.reach[0, at.batch, at.chunk * at.size + at.size - 1]
+    """The chunk's `decay` [K], 0 if no state passes the chunk: if a document begins there."""
+    reset = self.load_reset(at)
+    return decay if reset is None else reset.keeps_state(decay)
+
+  def load_reset(self, at: ChunkIndex) -> "StateReset | None":
+    """Loads the documents of a chunk and of its states; None for one document."""
+    if self.reset_ids is None:
+      return None
+    ids, first = self.reset_ids, at.chunk * at.size
+    entering = ids[at.batch, jnp.maximum(first - 1, 0)]  # in a row's first chunk the first one
+    of_tokens = load_row_vector(ids.at[at.batch, at.tokens])
+    return StateReset(of_tokens, entering, ids[at.batch, first + at.size - 1])
 
   def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
     """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
@@ -106,6 +126,43 @@ class DocumentBoundaries(NamedTuple):
       return None
     ids = self.segment_ids.at[at.batch, at.tokens]
     return load_row_vector(ids) == ids[0], ids[at.size - 1] == ids[0]
+
+
+class DocumentIds(NamedTuple):
+  """The documents of a chunk's tokens [C] int32, in registers."""
+
+  rows: jax.Array
+  cols: jax.Array
+
+  def same_document(self) -> jax.Array:
+    """[C, C] bool: the pairs of tokens of one document."""
+    shape = self.rows.shape * 2
+    return broadcast_rows(self.rows, shape) == broadcast_cols(self.cols, shape)
+
+
+class StateReset(NamedTuple):
+  """The documents of a chunk's tokens and states, in registers."""
+
+  ids: jax.Array  # [C] int32
+  entering: jax.Array  # of the state that enters the chunk
+  leaving: jax.Array
+
+  @property
+  def sees_entering(self) -> jax.Array:
+    """[C] float32, above 0 for tokens that see the state that enters the chunk."""
+    return self._of(self.entering)
+
+  @property
+  def reaches_leaving(self) -> jax.Array:
+    """[C] float32, above 0 for tokens that reach the state that leaves the chunk."""
+    return self._of(self.leaving)
+
+  def keeps_state(self, decay: jax.Array) -> jax.Array:
+    """`DocumentBoundaries.keeps_state`."""
+    return decay * jnp.where(self.entering == self.leaving, 1.0, 0.0)
+
+  def _of(self, document):
+    return jnp.where(self.ids == document, jnp.float32(1.0), jnp.float32(0.0))
 
 
 def select_rows(rows: jax.Array | None, value: jax.Array, zero: Any = 0.0) -> jax.Array:

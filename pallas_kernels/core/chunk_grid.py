@@ -11,7 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.pipeline import Pipeline, PipelineBarriers
 from pallas_kernels.core.wgmma import (
@@ -29,9 +28,6 @@ from pallas_kernels.core.wgmma import (
   store_unoptimized,
   with_int32_indices,
 )
-
-# exp(-80) = 2e-35: float32 sums do not notice anything smaller.
-_SMALLEST_LOG_DECAY = -80.0
 
 Copy = tuple[Ref, Ref]  # SMEM source, GMEM target
 
@@ -437,66 +433,19 @@ def broadcast_diagonal(square: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return broadcast_rows(jnp.sum(jnp.where(own_token(square.shape), square, 0.0), axis=1), shape)
 
 
-class ScalarDecayTables(NamedTuple):
-  """Vectors of each chunk for decays that all key channels share, all float32.
-
-  Made by XLA, which also differentiates them: they are small. The small sizes are used where all
-  chunks are alike. The reset at document boundaries is part of all but `cumulative`.
-  """
-
-  cumulative: jax.Array  # [B|1, H, T|C]: log decays summed from the chunk's start to each token
-  before: jax.Array  # [B|1, H, T|C]: decay of the entering state at each token
-  after: jax.Array  # [B|1, H, T|C]: decay of each token in the leaving state
-  total: jax.Array  # [B|1, H, N|1]: decay of the state over the chunk
-
-
-def scalar_decay_tables(
-  log_decay: jax.Array,  # [1, 1, H] or [B, T, H] float32
-  documents: DocumentBoundaries,
-  *,
-  length: int,
-  padded: int,
-  chunk: int,
-) -> ScalarDecayTables:
-  """Tables of `log_decay`, for `length` tokens padded to `padded`, a multiple of `chunk`."""
-  C = chunk
-  log_decay = jnp.maximum(log_decay, _SMALLEST_LOG_DECAY).transpose(0, 2, 1)
-  # Else XLA reads across memory, once for each sum of the tables, what one transpose makes.
-  log_decay = lax.optimization_barrier(log_decay)
-  rows, H, tokens = log_decay.shape
-  if tokens == 1:  # sums are counts
-    tokens = C if length == padded and documents.reach is None else padded
-    i = jnp.arange(tokens).reshape(-1, C)
-    first = i[:, :1]
-    stop = jnp.minimum(first + C, length)
-    so_far = jnp.clip(stop - first, 0, i + 1 - first)  # none in a chunk of padding
-    cumulative = so_far * log_decay[..., None]
-    later = jnp.maximum(stop - 1 - i, 0) * log_decay[..., None]
-    total = so_far[:, -1] * log_decay
-  else:
-    tokens = padded
-    chunks = jnp.pad(log_decay, ((0, 0), (0, 0), (0, padded - length))).reshape(rows, H, -1, C)
-    cumulative = jnp.cumsum(chunks, axis=-1)
-    from_end = lax.cumsum(chunks, axis=3, reverse=True)
-    later = jnp.concatenate([from_end[..., 1:], jnp.zeros_like(from_end[..., :1])], axis=-1)
-    total = cumulative[..., -1]
-  cumulative, later = cumulative.reshape(rows, H, tokens), later.reshape(rows, H, tokens)
-  before, after, total = jnp.exp(cumulative), jnp.exp(later), jnp.exp(total)
-  if documents.reach is not None:
-    sees, reaches = documents.reach[:, :, None]
-    before, after = before * sees, after * reaches
-    total = total * documents.chunks_keep_state(C)[:, None]
-  return ScalarDecayTables(cumulative, before, after, total)
-
-
 def decay_between_tokens(cumulative: Ref, *, transposed: bool = False) -> jax.Array:
   """[C, C]: the decay between tokens j and i, 1 where j is later; rows are i, or j if `transposed`.
 
   `cumulative` [C]: log decays summed from the chunk's start, in GMEM or SMEM.
   """
-  shape = cumulative.shape * 2
-  rows = broadcast_rows(load_row_vector(cumulative), shape)
-  lag = rows - broadcast_cols(load_col_vector(cumulative), shape)
+  rows, cols = load_row_vector(cumulative), load_col_vector(cumulative)
+  return decay_of_sums(rows, cols, transposed=transposed)
+
+
+def decay_of_sums(rows: jax.Array, cols: jax.Array, *, transposed: bool = False) -> jax.Array:
+  """`decay_between_tokens` of the sums as a row and as a column vector."""
+  shape = rows.shape * 2
+  lag = broadcast_rows(rows, shape) - broadcast_cols(cols, shape)
   return decay_of_lag(lag, transposed=transposed)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,9 +37,10 @@ class Prologue(NamedTuple):
   """Work of the producer on every chunk, for all consumers."""
 
   begin: Callable[[], Any]  # -> what does not change from chunk to chunk
-  # (n, what `begin` returned, wait) -> None, or a function of work that may run while the consumers
-  # use the chunk. `wait()` returns when the stage is loaded: GMEM is best read before.
-  step: Callable[[Chunk, Any, Callable[[], None]], Callable[[], None] | None]
+  fetch: Callable[[Chunk], Any]  # loads vectors from GMEM, of the next chunk during each step
+  # (n, what `begin` returned, what `fetch` did, wait) -> None, or a function of work that may run
+  # while the consumers use the chunk. `wait()` returns when the stage is loaded.
+  step: Callable[[Chunk, Any, Any, Callable[[], None]], Callable[[], None] | None]
   end: Callable[[], None]
   barrier: Ref  # on which the consumers wait, one per stage
 
@@ -94,19 +96,22 @@ class Pipeline:
       self._wait_consumed(n)
       load(n + self.num_stages)
 
-    def step(n, _):
+    def step(n, fetched):
       if prologue is not None:
-        overlapped = prologue.step(n, fixed, lambda: self.wait_loaded(n))
+        overlapped = prologue.step(n, fixed, fetched, lambda: self.wait_loaded(n))
         plgpu.commit_smem()
         plgpu.barrier_arrive(prologue.barrier.at[self.slot(n)])
+        fetched = prologue.fetch(jnp.minimum(n + 1, self.num_chunks - 1))
         if overlapped is not None:
           overlapped()
       more = (n >= 1) & (n - 1 + self.num_stages < self.num_chunks)
       pl.when(more)(lambda: refill(n - 1))
+      return fetched
 
+    fetched = None
     if prologue is not None:
-      fixed = prologue.begin()
-    lax.fori_loop(0, self.num_chunks, step, None)
+      fixed, fetched = prologue.begin(), prologue.fetch(jnp.int32(0))
+    lax.fori_loop(0, self.num_chunks, step, fetched)
     if prologue is not None:
       prologue.end()
     # Drain: every consumer has released every stage before the producer exits.

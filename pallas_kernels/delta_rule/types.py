@@ -5,10 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core.boundaries import DocumentBoundaries
-from pallas_kernels.core.chunk_grid import (
-  scalar_decay_tables,
-)
 from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.delta_rule.config import NUM_ROWS as NUM_ROWS
 from pallas_kernels.delta_rule.config import Shape
@@ -71,6 +67,7 @@ class Residuals(NamedTuple):
   """Results of the forward pass that the backward pass needs, besides the arguments."""
 
   inverse: jax.Array  # [B, H or fewer, T, C] bfloat16
+  tables: jax.Array  # [B, H or fewer, N, NUM_ROWS, C] float32; with a decay per key channel: beta
   x: jax.Array  # [B, H, N, V, C] bfloat16, the corrections
   states: jax.Array  # [B, H, N, V, K] bfloat16, that enter the chunks
   maps: jax.Array | None  # [B, H, P, K + V, K] float32, of the splits; None for one
@@ -78,8 +75,8 @@ class Residuals(NamedTuple):
 
 
 # The rows of a chunk's table, per token: decay of the entering state; decay in the leaving state;
-# beta; decay of the state over the chunk, the same number in every column; log decays summed from
-# the chunk's start.
+# beta; decay of the state over the chunk, in the first column; log decays summed from the chunk's
+# start.
 BEFORE, AFTER, RATE, DECAY, CUMULATIVE = range(5)
 
 
@@ -88,21 +85,3 @@ def rate_tables(chunk: int, padded: int, beta: jax.Array) -> jax.Array:
   B, length, H = beta.shape
   beta = jnp.pad(beta.transpose(0, 2, 1), ((0, 0), (0, 0), (0, padded - length)))
   return beta.reshape(B, H, -1, 1, chunk)
-
-
-def chunk_tables(
-  options: Options,
-  documents: DocumentBoundaries,
-  padded: int,
-  beta: jax.Array,  # [B, length, H] float32
-  log_decay: jax.Array,  # [B, length, H] float32
-) -> jax.Array:
-  """[B, H, N, NUM_ROWS, C] float32, computed and differentiated by XLA: tables are small."""
-  B, length, H = beta.shape
-  C = options.config.chunk
-  tables = scalar_decay_tables(log_decay, documents, length=options.length, padded=padded, chunk=C)
-  beta = jnp.pad(beta.transpose(0, 2, 1), ((0, 0), (0, 0), (0, padded - length)))
-  cut = lambda x: jnp.broadcast_to(x, (B, H, padded)).reshape(B, H, -1, C)
-  decay = jnp.broadcast_to(tables.total[..., None], (B, H, padded // C, C))
-  rows = cut(tables.before), cut(tables.after), cut(beta), decay, cut(tables.cumulative)
-  return jnp.stack(rows, axis=3)

@@ -61,6 +61,7 @@ class Residuals(NamedTuple):
 
   states: jax.Array  # [B, H, N, K, V] bfloat16, that enter the chunks
   decay: jax.Array | None  # of `ChunkDecay`; None where decays are constant per channel
+  tables: Any  # `ScalarDecayTables` of one decay for all key channels, or None
   key_sums: jax.Array | None  # [B, H, N, K] float32, that enter the chunks
   out: jax.Array | None  # with the normalizer
   denominator: jax.Array | None  # [B, H, T] float32

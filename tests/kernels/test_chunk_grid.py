@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
-from pallas_kernels.core.chunk_grid import (
+from pallas_kernels.core.decay_tables import (
   scalar_decay_tables,
 )
 from pallas_kernels.delta_rule import config as delta_rule
@@ -21,30 +21,31 @@ SEGMENTS = jnp.asarray(np.repeat([0, 1, 2], LENGTHS)[None], jnp.int32)
 
 
 def test_document_boundaries_inside_and_between_chunks_cut_the_state():
-  documents = DocumentBoundaries.of(SEGMENTS, CHUNK)
-  sees, reaches = np.asarray(documents.reach).reshape(2, 4, 2, HALF).mean(-1)
+  documents = DocumentBoundaries.of(SEGMENTS)
+  in_chunks = np.asarray(documents.in_chunks(CHUNK))
+  sees, reaches = in_chunks.reshape(2, 4, 2, HALF).mean(-1)
   np.testing.assert_array_equal(sees, [[1, 1], [1, 0], [1, 1], [0, 0]])
   np.testing.assert_array_equal(reaches, [[1, 1], [0, 1], [1, 1], [1, 1]])
-  np.testing.assert_array_equal(documents.chunks_keep_state(CHUNK), [[1, 0, 1, 0]])
 
 
 def test_document_boundaries_reset_decays_of_chunks_only_with_documents():
   decay = jnp.full((1, 2, 1, 3), 0.5)
-  reset = DocumentBoundaries.of(SEGMENTS, CHUNK).reset(decay, CHUNK)
+  reset = DocumentBoundaries.of(SEGMENTS).reset(decay, CHUNK)
   np.testing.assert_array_equal(reset[0, 1, :, 2], [0.5, 0.0, 0.5, 0.0])
-  assert DocumentBoundaries.of(None, CHUNK).reset(decay, CHUNK) is decay
+  assert DocumentBoundaries.of(None).reset(decay, CHUNK) is decay
 
 
 @pytest.mark.parametrize("tokens", [1, 4 * CHUNK], ids=["constant", "per token"])
 def test_scalar_decay_tables_with_documents_hold_the_reset(tokens):
   log_decay = jnp.full((1, tokens, 1), -0.01)
-  documents = DocumentBoundaries.of(SEGMENTS, CHUNK)
+  documents = DocumentBoundaries.of(SEGMENTS)
   tables = scalar_decay_tables(
     log_decay, documents, length=4 * CHUNK, padded=4 * CHUNK, chunk=CHUNK
   )
-  np.testing.assert_array_equal(tables.before[0, 0] > 0, documents.reach[0, 0] > 0)
-  np.testing.assert_array_equal(tables.after[0, 0] > 0, documents.reach[1, 0] > 0)
-  np.testing.assert_array_equal(tables.total[0, 0] > 0, documents.chunks_keep_state(CHUNK)[0] > 0)
+  sees, reaches = (np.asarray(x).reshape(-1) > 0 for x in documents.in_chunks(CHUNK))
+  np.testing.assert_array_equal(tables.before[0, 0] > 0, sees)
+  np.testing.assert_array_equal(tables.after[0, 0] > 0, reaches)
+  np.testing.assert_array_equal(tables.total[0, 0] > 0, [True, False, True, False])
 
 
 GLA = linear_attention.Shape(8, 2048, 16, 16, 128, 128, "BTHK", False)

@@ -68,7 +68,7 @@ def forward(
   """The results of `op.delta_rule`, and what the backward pass needs of this one."""
   q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   H, T, channels = inputs.heads, q.shape[1], inputs.channels
-  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments)
   tables: Any = None if channels else decay_tables(options, documents, T)(_of_heads(log_decay, H))
   reads = ScoreInputs(
     q,
@@ -130,7 +130,7 @@ def backward(
   """Gradients of the inputs."""
   q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   H, T, channels, scale = inputs.heads, q.shape[1], inputs.channels, options.scale
-  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments)
   masks = documents if channels else documents.mask_only
   d_out, d_last = cotangents
   d_out = jnp.zeros((*v.shape[:2], H, v.shape[3]), v.dtype) if d_out is None else d_out

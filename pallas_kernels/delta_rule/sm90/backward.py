@@ -38,6 +38,10 @@ from pallas_kernels.core.chunk_grid import (
   store_outputs,
   sum_of_groups,
 )
+from pallas_kernels.core.decay_tables import (
+  SMALLEST_LOG_DECAY,
+  log_decay_gradient,
+)
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
   WITHOUT_BARRIERS,
@@ -45,6 +49,7 @@ from pallas_kernels.core.wgmma import (
   Dots,
   broadcast_rows,
   causal_mask,
+  load_col_vector,
   load_row_vector,
   load_tile,
   smem_tile,
@@ -66,7 +71,6 @@ from pallas_kernels.delta_rule.types import (
   RATE,
   Inputs,
   Options,
-  chunk_tables,
   rate_tables,
 )
 
@@ -85,7 +89,7 @@ def backward(
   d_out = jnp.zeros((B, T, H, inputs.v.shape[3]), inputs.v.dtype) if d_out is None else d_out
   # `scale` multiplies the results.
   d_last = None if d_last is None else d_last / options.scale
-  documents = DocumentBoundaries.of(segments, options.config.chunk)
+  documents = DocumentBoundaries.of(segments)
   of_layout = _of_channels if inputs.channels else _of_heads
   d_inputs = of_layout(options, inputs, documents, kept, d_out, transposed(d_last), decays)
   names = ["q", "k", "erase_key", "write_key", "v"] + ["log_decay"] * inputs.channels
@@ -151,11 +155,8 @@ def _of_channels(options, inputs: Inputs, documents, kept, d_out, d_last, decays
 def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -> Inputs:
   """Gradients for a decay per head, of all heads."""
   q, k, erase_key, v, beta, log_decay, _, _ = inputs
-  (B, T, *_), H, C = q.shape, inputs.heads, options.config.chunk
-  tables, tables_vjp = jax.vjp(
-    functools.partial(chunk_tables, options, documents, T), beta, log_decay
-  )
-  stage = Stage(erase_key, kept.inverse, k, q, d_out, tables, documents.segment_ids)
+  (B, T, *_), C = q.shape, options.config.chunk
+  stage = Stage(erase_key, kept.inverse, k, q, d_out, kept.tables, documents.segment_ids)
   adjoints, d_kv = _adjoints(options, inputs, stage, kept, d_last)
   d = gradients(
     Arrays(
@@ -163,7 +164,7 @@ def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -
       v,
       kept.states,
       adjoints.states,
-      tables,
+      kept.tables,
       documents,
     ),
     scale=options.scale,
@@ -171,17 +172,15 @@ def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -
     chunk=C,
     backend=options.backend,
   )
-  rows = {RATE: d.rate}
+
+  def of_heads(d):  # some share a rate and a decay
+    d = d.reshape(B, beta.shape[2], -1, T).sum(2)[:, :, : options.length]
+    return options.scale * d.swapaxes(1, 2)
+
+  d_log_decay = jnp.zeros_like(log_decay)
   if decays:
-    rows |= {CUMULATIVE: d.cumulative, AFTER: d.after}
-  d_tables = jnp.zeros_like(tables)
-  of_groups = lambda d: d.reshape(B, tables.shape[1], -1, *d.shape[2:]).sum(2)  # heads share tables
-  for row, x in rows.items():
-    d_tables = d_tables.at[:, :, :, row].set(of_groups(x.reshape(B, H, -1, C)))
-  if decays:
-    d_tables = d_tables.at[:, :, :, DECAY, 0].set(of_groups(d.decay.sum(axis=3)))
-  d_beta, d_log_decay = tables_vjp(options.scale * d_tables)
-  return Inputs(d.q, d.k, d.erase_key, d.v, d_beta, d_log_decay, d_kv)
+    d_log_decay = jnp.where(log_decay > SMALLEST_LOG_DECAY, of_heads(d.log_decay), 0.0)
+  return Inputs(d.q, d.k, d.erase_key, d.v, of_heads(d.rate), d_log_decay, d_kv)
 
 
 _BY_CHUNK = [Tiles._fields.index(name) for name in ("x", "y")]
@@ -199,22 +198,21 @@ class Arrays(NamedTuple):
 
 
 class Gradients(NamedTuple):
-  """Results of `gradients`. Those of the tables, the last four, are without `scale`."""
+  """Results of `gradients`. The last two are without `scale`."""
 
   q: Any  # [B, T, H, K] bfloat16
   k: Any  # [B, T, H, K] bfloat16
   erase_key: Any  # [B, T, H, K] bfloat16; None where k is the erase key: part of that of k
   v: Any  # [B, T, H, V] bfloat16
   rate: Any  # [B, H, T] float32
-  cumulative: Any  # [B, H, T] float32, with that of BEFORE; None, as the others, without decays
-  after: Any  # [B, H, T] float32
-  decay: Any  # [B, H, N, V] float32, in parts to be added up
+  log_decay: Any  # [B, H, T] float32, of decays that stay above their bound; None without
 
 
 class _Buffers(NamedTuple):
   tiles: Tiles
   state: Any  # [V, 64]: of some key channels, S and A in turns
   pairs: tuple  # [C, C]: dP and dL
+  vectors: Any  # float32, for `log_decay_gradient`; None without
   arrived_barrier: Any  # of tiles
   state_barrier: Any
   v_barrier: Any
@@ -315,9 +313,12 @@ def gradients(
 
     store = lambda ref, value: store_unoptimized(ref.at[at.batch, at.head, at.tokens], value)
     if decays:
-      store(outs.cumulative, cumulative)
-      store(outs.after, d_after)
-      store_unoptimized(of_chunk(outs.decay), d_decay)
+      smem.vectors.at[pl.ds(0, V)][...] = d_decay * table[DECAY, 0]
+      plgpu.commit_smem()
+      total = [load_col_vector(smem.vectors.at[pl.ds(x, C)]) for x in range(0, V, C)]
+      plgpu.commit_smem()  # all have read it
+      of_sums = cumulative, d_after * after, total, smem.vectors
+      store(outs.log_decay, log_decay_gradient(at, gmem.documents, *of_sums))
     plgpu.barrier_wait(smem.v_barrier)
     y = load_tile(y)
     v_smem = d_v_smem = tiles.d_out
@@ -337,9 +338,7 @@ def gradients(
     erase_key=None if shared else keys,
     v=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
     rate=tokens,
-    cumulative=tokens if decays else None,
-    after=tokens if decays else None,
-    decay=jax.ShapeDtypeStruct((B, H, N, V), jnp.float32) if decays else None,
+    log_decay=tokens if decays else None,
   )
   tiles = Tiles(
     smem_tile(C, K),
@@ -353,6 +352,7 @@ def gradients(
     tiles,
     state=smem_tile(V, TILE_WIDTH),
     pairs=(smem_tile(C, C), smem_tile(C, C)),
+    vectors=plgpu.SMEM((max(2 * C, V),), jnp.float32) if decays else None,
     # Those of a write key have another kernel.
     arrived_barrier=plgpu.Barrier(num_barriers=Tiles._fields.index("write_key")),
     state_barrier=plgpu.Barrier(),

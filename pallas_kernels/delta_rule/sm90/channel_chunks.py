@@ -68,7 +68,7 @@ class DecayedChunks(NamedTuple):
   erase_key: Any  # [B, T, H, K] bfloat16, decayed from the chunk's start
   scores: Any  # [B, H, T, C] bfloat16: P
   inverse: Any  # [B, H, T, C] bfloat16
-  decay: Any  # [B, H, N, K] float32, of the state over the chunk, whatever the documents
+  decay: Any  # [B, H, N, K] float32, of the state over the chunk
   # Of a write key, or None.
   write_key: Any = None  # [B, T, H, K] bfloat16, decayed to the chunk's end
   write_scores: Any = None  # [B, H, T, C] bfloat16
@@ -177,7 +177,8 @@ def decayed_chunks(
       for key_smem in (smem.k, smem.write_key) if writes else (smem.k,):
         part(key_smem)[...] = scaled(part(key_smem), after, reaches)
       both = smem.decay.channels(channels)
-      smem.cols.at[channels][...] = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
+      total = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
+      smem.cols.at[channels][...] = gmem.documents.keeps_state(at, total)
     of_result = lambda ref: ref.at[at.batch, at.tokens, at.head]
     start_copies(
       [

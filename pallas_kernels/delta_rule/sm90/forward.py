@@ -5,6 +5,7 @@ decays per key channel `channel_chunks`, which also decays queries and keys. The
 `recurrence.forward_recurrence` carries the state along the chunks and computes the outputs.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,21 +20,25 @@ from pallas_kernels.core.chunk_grid import (
   shared_head,
   store_outputs,
 )
+from pallas_kernels.core.decay_tables import (
+  chunk_decays,
+  load_number,
+  padded_numbers,
+)
+from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
   WITHOUT_BARRIERS,
   Backend,
+  Ref,
   broadcast_rows,
   causal_mask,
+  load_col_vector,
   load_row_vector,
   smem_tile,
   transpose_ref,
   with_int32_indices,
 )
-from pallas_kernels.delta_rule.sm90.channel_chunks import (
-  ChunkInputs,
-  decayed_chunks,
-  decayed_stage,
-)
+from pallas_kernels.delta_rule.sm90 import channel_chunks
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence, split_maps
 from pallas_kernels.delta_rule.sm90.splits import entering_states
 from pallas_kernels.delta_rule.triangular_inverse import (
@@ -42,13 +47,15 @@ from pallas_kernels.delta_rule.triangular_inverse import (
   triangular_inverse,
 )
 from pallas_kernels.delta_rule.types import (
+  AFTER,
+  BEFORE,
   CUMULATIVE,
+  DECAY,
   NUM_ROWS,
   RATE,
   Inputs,
   Options,
   Residuals,
-  chunk_tables,
   rate_tables,
 )
 
@@ -59,23 +66,25 @@ def forward(
   """The results of `op.delta_rule`, and what the backward pass needs of this one."""
   q, k, erase_key, v, beta, log_decay, kv, write_key = inputs
   config = options.config
-  documents = DocumentBoundaries.of(segments, config.chunk)
+  documents = DocumentBoundaries.of(segments)
   chunks = None
   if inputs.channels:
     tables = rate_tables(config.chunk, q.shape[1], beta)
-    chunks = decayed_chunks(
-      ChunkInputs(q, k, erase_key, log_decay, tables, documents, write_key),
+    chunks = channel_chunks.decayed_chunks(
+      channel_chunks.ChunkInputs(q, k, erase_key, log_decay, tables, documents, write_key),
       heads=inputs.heads,
       erase_before_decay=options.erase_before_decay,
       chunk=config.chunk,
       backend=options.backend,
     )
-    chunks = chunks._replace(decay=documents.reset(chunks.decay, config.chunk))
-    stage, inverse = decayed_stage(chunks, v, tables), chunks.inverse
+    stage, inverse = channel_chunks.decayed_stage(chunks, v, tables), chunks.inverse
   else:
-    tables = chunk_tables(options, documents, q.shape[1], beta, log_decay)
-    inverse = chunk_inverses(
-      k, erase_key, tables, documents, chunk=config.chunk, backend=options.backend
+    more = functools.partial(padded_numbers, tokens=q.shape[1])
+    inverse, tables = chunk_inverses(
+      ChunkInputs(k, erase_key, more(beta), more(log_decay), documents),
+      heads=beta.shape[2],
+      chunk=config.chunk,
+      backend=options.backend,
     )
     stage = Stage(erase_key, inverse, k, q, v, tables, documents.segment_ids)
   P = options.num_splits
@@ -99,7 +108,7 @@ def forward(
   )
   residuals = None
   if for_gradient:
-    residuals = Residuals(inverse, results.corrections, results.states, maps, chunks)
+    residuals = Residuals(inverse, tables, results.corrections, results.states, maps, chunks)
   return (results.out, transposed(results.last_state[:, :, -1])), residuals
 
 
@@ -108,82 +117,81 @@ def transposed(state: Any) -> Any:
   return None if state is None else state.swapaxes(-1, -2)
 
 
-class _Keys(NamedTuple):
-  """Arrays, GMEM references or tiles."""
+class ChunkInputs(NamedTuple):
+  """Arguments of `chunk_inverses`, or their GMEM references."""
 
-  k: Any
-  erase_key: Any
-
-
-class _Arrays(NamedTuple):
-  keys: _Keys
-  tables: Any
+  k: Any  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
+  erase_key: Any  # [B, T, H or fewer, K] bfloat16, or None for k
+  beta: Any  # of `padded_numbers`
+  log_decay: Any  # the same
   documents: DocumentBoundaries
 
 
+class ChunkOutputs(NamedTuple):
+  """Results of `chunk_inverses`, or their GMEM references."""
+
+  inverse: Any  # [B, H, T, C] bfloat16
+  tables: Any  # [B, H, N, NUM_ROWS, C] float32
+
+
 class _Buffers(NamedTuple):
-  keys: _Keys  # [C, K]
+  keys: list  # [C, K]: k and, if it is another, the erase key
   tables: Any  # [NUM_ROWS, C] float32
   blocks: Any  # of `triangular_inverse`
   more: list  # tiles [C, C]
-  arrived_barrier: Any  # of the table, then of keys
+  arrived_barrier: Any  # of keys
 
 
 @with_int32_indices
 def chunk_inverses(
-  k: jax.Array,  # [B, T, H or fewer, K] bfloat16, T a multiple of the chunk
-  erase_key: jax.Array | None,  # [B, T, H or fewer, K] bfloat16, or None for k
-  tables: jax.Array,  # [B, H, N, NUM_ROWS, C] float32
-  documents: DocumentBoundaries,
-  *,
-  chunk: int,
-  backend: Backend,
-) -> jax.Array:
-  """[B, H, T, C] bfloat16: the inverse of each chunk's triangular system, which needs no state.
+  inputs: ChunkInputs, *, heads: int, chunk: int, backend: Backend
+) -> ChunkOutputs:
+  """The inverse of each chunk's triangular system, which needs no state, and its table.
 
   With L_ij = (e_i . k_j) decay_ij for j < i it is (I + diag(beta) L)^-1.
   """
-  (B, T, _, K), H = k.shape, tables.shape[1]
-  C = chunk
-  keys = _Keys(k, erase_key)
-  present = sum(x is not None for x in keys)
+  (B, T, _, K), H, C = inputs.k.shape, heads, chunk
+  present = 1 if inputs.erase_key is None else 2
   # The inverse works in the memory of keys, when these are dead, and some more.
   num_more = max(1, NUM_TILES - present * (K // C))
   scratch = _Buffers(
-    keys=_Keys(*(None if x is None else smem_tile(C, K) for x in keys)),
+    keys=[smem_tile(C, K) for _ in range(present)],
     tables=plgpu.SMEM((NUM_ROWS, C), jnp.float32),
     blocks=diagonal_blocks(),
     more=[smem_tile(C, C) for _ in range(num_more)],
-    arrived_barrier=plgpu.Barrier(num_barriers=present + 1),
+    arrived_barrier=plgpu.Barrier(num_barriers=present),
   )
 
-  def body(at, gmem: _Arrays, out, smem: _Buffers):
-    sources = [gmem.tables.at[at.batch, at.head, at.chunk]]
-    for source in gmem.keys:
-      if source is not None:
-        sources.append(source.at[at.batch, at.tokens, shared_head(at.head, H, source)])
-    tiles = [x for x in smem.keys if x is not None]
-    for number, (source, target) in enumerate(zip(sources, [smem.tables, *tiles], strict=True)):
+  def body(at, gmem: ChunkInputs, outs: ChunkOutputs, smem: _Buffers):
+    tiles = smem.keys
+    for number, (source, target) in enumerate(zip([gmem.k, gmem.erase_key], tiles, strict=False)):
+      source = source.at[at.batch, at.tokens, shared_head(at.head, H, source)]
       plgpu.copy_gmem_to_smem(source, target, smem.arrived_barrier.at[number])
     mask = gmem.documents.mask(at, causal_mask(C, strict=True))
-    plgpu.barrier_wait(smem.arrived_barrier.at[0])
+    _fill_table(smem.tables, at, gmem)
+    plgpu.commit_smem()
+    of_chunk = outs.tables.at[at.batch, at.head, at.chunk]
+    plgpu.copy_smem_to_gmem(smem.tables, of_chunk)
     rate = broadcast_rows(load_row_vector(smem.tables.at[RATE]), (C, C))
     weight = jnp.where(mask, decay_between_tokens(smem.tables.at[CUMULATIVE]) * rate, 0.0)
     for number in range(present):
-      plgpu.barrier_wait(smem.arrived_barrier.at[number + 1])
-    lower = backend.dot(tiles[-1], transpose_ref(smem.keys.k)) * weight
+      plgpu.barrier_wait(smem.arrived_barrier.at[number])
+    lower = backend.dot(tiles[-1], transpose_ref(tiles[0])) * weight
     # Keys are dead: their last product is done.
     blocks = [x.at[:, pl.ds(start, C)] for x in tiles for start in range(0, K, C)]
     free = [*blocks[: NUM_TILES - 1], *smem.more]
     inverse = triangular_inverse(lower, smem.blocks, free, backend)
     inverse_smem = smem.more[-1]  # a whole tile, where copies begin; dead, as all of `free`
     inverse_smem[...] = inverse.astype(jnp.bfloat16)
-    store_outputs([(inverse_smem, out.at[at.batch, at.head, at.tokens])])
+    store_outputs([(inverse_smem, outs.inverse.at[at.batch, at.head, at.tokens])])
 
   return launch_per_chunk(
     body,
-    _Arrays(keys, tables, documents.mask_only),
-    jax.ShapeDtypeStruct((B, H, T, C), jnp.bfloat16),
+    inputs,
+    ChunkOutputs(
+      jax.ShapeDtypeStruct((B, H, T, C), jnp.bfloat16),
+      jax.ShapeDtypeStruct((B, H, T // C, NUM_ROWS, C), jnp.float32),
+    ),
     scratch,
     sizes=(1, T // C, H, B),
     chunk=C,
@@ -191,3 +199,17 @@ def chunk_inverses(
     backend=backend,
     compiler_params=WITHOUT_BARRIERS,
   )
+
+
+def _fill_table(table_smem: Ref, at: ChunkIndex, gmem: ChunkInputs) -> None:
+  """Computes the rows of a chunk's table, while its keys are being copied."""
+  rate, log_decay = (load_number(x, at) for x in (gmem.beta, gmem.log_decay))
+  table_smem.at[CUMULATIVE][...] = log_decay
+  plgpu.commit_smem()
+  log_decay = load_col_vector(table_smem.at[CUMULATIVE])
+  plgpu.commit_smem()  # all have read it
+  decays = chunk_decays(log_decay, at, gmem.documents)
+  rows = {BEFORE: decays.before, AFTER: decays.after, RATE: rate}
+  rows |= {DECAY: decays.total, CUMULATIVE: decays.cumulative}
+  for number, row in rows.items():
+    table_smem.at[number][...] = row

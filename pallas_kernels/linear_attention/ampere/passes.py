@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
-from pallas_kernels.core.chunk_grid import ScalarDecayTables, scalar_decay_tables, sum_of_groups
+from pallas_kernels.core.chunk_grid import (
+  sum_of_groups,
+)
+from pallas_kernels.core.decay_tables import (
+  ScalarDecayTables,
+  scalar_decay_tables,
+)
 from pallas_kernels.core.mma import Mma
 from pallas_kernels.linear_attention.ampere.decays import SMALLEST_LOG_DECAY
 from pallas_kernels.linear_attention.ampere.gradients import (
@@ -45,7 +51,7 @@ def forward(
   """The results of `op.linear_attention`, and what the backward pass needs of this one."""
   q, k, v, log_decay, _, kv, key_sum, _ = inputs
   normalize, H, C, T = options.normalize, inputs.heads, options.config.chunk, q.shape[1]
-  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments)
   channel = has_channel_decay(log_decay)
   tables: Any = None if channel else decay_tables(options, documents, T)(log_decay)
   made = _scores(options, inputs, documents, tables, backend)
@@ -118,7 +124,7 @@ def backward(
   """Gradients of the inputs."""
   q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
   H, C, T = inputs.heads, options.config.chunk, q.shape[1]
-  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments, C)
+  backend, documents = Mma(options.interpret), DocumentBoundaries.of(segments)
   d_out, d_last, d_last_key_sum = cotangents
   if d_out is None:
     d_out = jnp.zeros((*v.shape[:2], H, v.shape[3]), v.dtype)

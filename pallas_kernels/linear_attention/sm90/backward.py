@@ -36,20 +36,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  ScalarDecayTables,
   Tiles,
   TileSpec,
   chunk_kernel,
   decay_between_tokens,
-  decay_of_lag,
+  decay_of_sums,
   own_token,
   per_head,
-  scalar_decay_tables,
   start_copies,
   state_tile,
   sum_of_groups,
   wait_all,
   with_own_weight,
+)
+from pallas_kernels.core.decay_tables import (
+  SMALLEST_LOG_DECAY,
+  ScalarDecayTables,
+  TableGradients,
+  scalar_decay_tables,
+  token_decay_gradient,
 )
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
@@ -117,17 +122,18 @@ def backward(
     scale = 1.0
   shared = Cotangents(d_out, d_denominator, d_last_key_sum, scale, decays)
   d_last_state = None if d_last_state is None else d_last_state / scale
-  documents = DocumentBoundaries.of(segments, options.config.chunk)
+  documents = DocumentBoundaries.of(segments)
   rule = _channel_backward if has_channel_decay(inputs.log_decay) else _scalar_backward
   d_inputs = rule(options, inputs, documents, kept, shared, d_last_state)
   summed = {name: sum_of_groups(getattr(d_inputs, name), getattr(inputs, name)) for name in "qkv"}
   if inputs.log_decay.ndim == 4 and d_inputs.log_decay is not None:
     summed["log_decay"] = sum_of_groups(d_inputs.log_decay, inputs.log_decay)
   d_inputs = d_inputs._replace(**summed)
+  scaled = ["q", "k", "v"] + ["log_decay"] * (inputs.log_decay.ndim == 4)
   rescaled = {
     name: scale * x
     for name, x in d_inputs._asdict().items()
-    if name not in ("q", "k", "v") and x is not None
+    if name not in scaled and x is not None
   }
   d_inputs = d_inputs._replace(**rescaled)
   if d_inputs.log_decay is None:
@@ -136,11 +142,7 @@ def backward(
 
 
 def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
-  T, config = inputs.q.shape[1], options.config
-  sizes = {"length": options.length, "padded": T, "chunk": config.chunk}
-  tables, tables_vjp = jax.vjp(
-    lambda x: scalar_decay_tables(x, documents, **sizes), inputs.log_decay
-  )
+  config, tables = options.config, kept.tables
   adjoints = _state_cotangents(
     options, inputs.q, tables.before, inputs, documents, kept, cot, d_last
   )
@@ -157,17 +159,30 @@ def _scalar_backward(options: Options, inputs: Inputs, documents, kept: Residual
     by_k = scalar_key_value_gradient(inputs, cot, adjoints.states, adjoints.key_sums, *shared)
   d_log_decay: Any = None
   if cot.decays:
-    d_tables = ScalarDecayTables(
-      cumulative=by_q.later - by_q.earlier,
-      before=by_q.before,
-      after=by_k.after,
-      total=_total_decay_gradient(adjoints, kept).sum(-1),
+    d_total = _total_decay_gradient(adjoints, kept).sum(-1)
+    d_log_decay = _scalar_decay_gradient(
+      options, inputs, documents, tables, by_q, by_k.after, d_total
     )
-    d_tables = map(_sum_to, d_tables, tables)
-    (d_log_decay,) = tables_vjp(ScalarDecayTables(*d_tables))
   d_own_weight = None if inputs.own_weight is None else by_q.own_weight.swapaxes(1, 2)
   d_state = _initial_state_gradients(inputs, adjoints)
   return Inputs(by_q.q, by_k.k, by_k.v, d_log_decay, None, *d_state, d_own_weight)
+
+
+def _scalar_decay_gradient(options, inputs: Inputs, documents, tables, by_q, d_after, d_total):
+  """The gradient of the log decays through their tables, without `scale`."""
+  log_decay, T, C = inputs.log_decay, inputs.q.shape[1], options.config.chunk
+  if log_decay.shape[1] > 1:
+    d_tables = TableGradients(
+      by_q.later, by_q.earlier, by_q.before, d_after, d_total * tables.total
+    )
+    d = token_decay_gradient(tables, d_tables, documents, chunk=C, backend=options.backend)
+    d = d[:, :, : options.length].swapaxes(1, 2)
+    return jnp.where(log_decay > SMALLEST_LOG_DECAY, d, 0.0)
+  sizes = {"length": options.length, "padded": T, "chunk": C}
+  of_decay = jax.vjp(lambda x: scalar_decay_tables(x, documents, **sizes), log_decay)[1]
+  d_tables = ScalarDecayTables(by_q.later - by_q.earlier, by_q.before, d_after, d_total)
+  (d_log_decay,) = of_decay(ScalarDecayTables(*map(_sum_to, d_tables, tables)))
+  return d_log_decay
 
 
 def _channel_backward(options: Options, inputs: Inputs, documents, kept: Residuals, cot, d_last):
@@ -556,9 +571,7 @@ class _TokenDecays(NamedTuple):
 
   def between_tokens(self, *, transposed: bool = False) -> jax.Array:
     """As `decay_between_tokens`."""
-    shape = self.rows.shape * 2
-    lag = broadcast_rows(self.rows, shape) - broadcast_cols(self.cols, shape)
-    return decay_of_lag(lag, transposed=transposed)
+    return decay_of_sums(self.rows, self.cols, transposed=transposed)
 
 
 def _add_state_terms(sums, first, lhs_smem, state_smem, end, x_smem, backend):

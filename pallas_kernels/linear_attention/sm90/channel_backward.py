@@ -247,7 +247,8 @@ def key_gradient(
   d_log_decay: jax.Array | None,  # [B, T, H, K] float32: the queries' part, per-token decays
   options: Options,
 ) -> _KeyOutputs:
-  """dk, with `scores` dv, and if `cot.decays` the gradient of the decays, without `scale`.
+  """dk, with `scores` dv, and if `cot.decays` the gradient of the decays; of constant ones without
+  `scale`.
 
   Rows are the tokens j here: dP is computed transposed.
   """
@@ -356,7 +357,7 @@ def key_gradient(
       if not per_token:
         ones_smem = q_smem  # q is dead: its last product is done
         acc = _sum_over_tokens(acc * keys(), right_smem, ones_smem, backend)
-      outs.log_decay.store(at, acc)
+      outs.log_decay.store(at, acc * cot.scale if per_token else acc)
     d_k_smem = q_smem  # q is dead
     d_k_smem[...] = (d_k * cot.scale).astype(jnp.bfloat16)
     return [(d_k_smem, outs.k.at(at))]

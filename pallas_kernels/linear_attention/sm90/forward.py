@@ -19,11 +19,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  ScalarDecayTables,
   Tiles,
-  decay_between_tokens,
-  scalar_decay_tables,
+  decay_of_sums,
   with_own_weight,
+)
+from pallas_kernels.core.decay_tables import (
+  ScalarDecayTables,
+  padded_numbers,
+  scalar_decay_tables,
+  token_decay_tables,
 )
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
@@ -68,8 +72,8 @@ def forward(
   q, k, v, log_decay, bonus, kv, key_sum, own_weight = inputs
   normalize, config = options.normalize, options.config
   C, T = config.chunk, q.shape[1]
-  documents = DocumentBoundaries.of(segments, C)
-  in_chunk, weight = ScoreOutputs(*[None] * 5), None
+  documents = DocumentBoundaries.of(segments)
+  in_chunk, weight, tables = ScoreOutputs(*[None] * 5), None, None
   if has_channel_decay(log_decay):
     constant = constant_decay(options, inputs, documents)
     in_chunk = chunk_scores(
@@ -83,14 +87,14 @@ def forward(
       chunk=C,
       backend=options.backend,
     )
-    total = None if constant is not None else documents.reset(in_chunk.decay, C)
+    total = in_chunk.decay
     q_state, k_state = (q, k) if constant is not None else (in_chunk.q, in_chunk.k)
     decay = constant if constant is not None else ChunkDecay(total, q.shape[-1])
     outputs: Callable[..., StateOutputs] = functools.partial(
       channel_decay_outputs, q_state, k_state, v, in_chunk.scores, in_chunk.score_sum
     )
   else:
-    tables = scalar_decay_tables(log_decay, documents, length=options.length, padded=T, chunk=C)
+    tables = _tables(options, log_decay, documents, T)
     weight, total, k_state = tables.after, tables.total, k
     decay = ChunkDecay(total, q.shape[-1])
     outputs = functools.partial(scalar_decay_outputs, q, k, v, tables, documents, own_weight)
@@ -110,6 +114,7 @@ def forward(
   residuals = Residuals(
     states=results.states,
     decay=total,
+    tables=tables,
     key_sums=results.key_sums,
     out=results.out if normalize else None,
     denominator=results.denominator,
@@ -118,6 +123,21 @@ def forward(
     k=in_chunk.k,
   )
   return result, residuals
+
+
+def _tables(options: Options, log_decay, documents, padded: int) -> ScalarDecayTables:
+  """The tables of decays that all key channels of a head share."""
+  chunk = options.config.chunk
+  if log_decay.shape[1] == 1:
+    sizes = {"length": options.length, "padded": padded, "chunk": chunk}
+    return scalar_decay_tables(log_decay, documents, **sizes)
+  return token_decay_tables(
+    padded_numbers(log_decay, tokens=padded),
+    documents,
+    heads=log_decay.shape[2],
+    chunk=chunk,
+    backend=options.backend,
+  )
 
 
 class _OutputTiles(NamedTuple):
@@ -134,7 +154,9 @@ class _DecayInPrologue(NamedTuple):
   """How the prologue decays a chunk's queries and keys."""
 
   begin: Callable  # (at, cta) -> what does not change
-  step: Callable  # (fixed, at, tiles_smem, cta, wait) -> [C], the sums of rows of scores, or None
+  fetch: Callable  # (at, cta) -> the `StateReset` of a chunk or None, and its vectors
+  # (fixed, vectors, at, tiles_smem, cta, wait) -> [C], the sums of rows of scores, or None
+  step: Callable
 
 
 class _ScalarVectors(NamedTuple):
@@ -165,14 +187,21 @@ def scalar_decay_outputs(
   chunks_alike = cumulative.shape[2] == C and cumulative.shape[0] == 1
 
   def load_tables(at, gmem):
-    between = decay_between_tokens(at.table_row(gmem.cumulative))
-    before, after = (at.table_row(table) for table in (gmem.before, gmem.after))
-    return between, load_row_vector(before), load_row_vector(after)
+    cumulative = at.table_row(gmem.cumulative)
+    ends = (load_row_vector(at.table_row(table)) for table in (gmem.before, gmem.after))
+    return load_row_vector(cumulative), load_col_vector(cumulative), *ends
 
-  def step(fixed, at, tiles, cta, wait):
+  def factors(rows, cols, before, after):
+    return decay_of_sums(rows, cols), before, after
+
+  def fetch(at, cta):
     gmem = cta.vectors_gmem
-    between, before, after = fixed if chunks_alike else load_tables(at, gmem)
-    mask = gmem.documents.mask(at, causal_mask(C))
+    return None, (gmem.documents.load_ids(at), () if chunks_alike else load_tables(at, gmem))
+
+  def step(fixed, fetched, at, tiles, cta, wait):
+    gmem, (ids, tables) = cta.vectors_gmem, fetched
+    between, before, after = fixed if chunks_alike else factors(*tables)
+    mask = causal_mask(C) if ids is None else causal_mask(C) & ids.same_document()
     if gmem.own_weight is not None:
       between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
     wait()
@@ -183,7 +212,9 @@ def scalar_decay_outputs(
       x_smem[...] = (load_tile(x_smem) * broadcast_rows(rows, x_smem.shape)).astype(jnp.bfloat16)
     return None if normalizer is None else jnp.sum(scores, axis=1)
 
-  begin = lambda at, cta: load_tables(at, cta.vectors_gmem) if chunks_alike else None
+  def begin(at, cta):
+    return factors(*load_tables(at, cta.vectors_gmem)) if chunks_alike else None
+
   scores, specs = jax.ShapeDtypeStruct((C, C), jnp.bfloat16), Tiles(C, heads)
   tiles = _OutputTiles(specs.tokens(k), specs.tokens(q), scores, specs.token_block(v))
   own_weight = None if own_weight is None else own_weight.swapaxes(1, 2)
@@ -191,7 +222,7 @@ def scalar_decay_outputs(
   vectors = _ScalarVectors(cumulative, *end, documents.mask_only, own_weight)
   return _outputs(
     Operands(tiles, vectors, decay, normalizer, initial),
-    _DecayInPrologue(begin, step),
+    _DecayInPrologue(begin, fetch, step),
     options,
     heads=heads,
     store_states=store_states,
@@ -223,15 +254,20 @@ def channel_decay_outputs(
     kinds = intra_chunk.BEFORE, intra_chunk.AFTER
     return tuple(constant.factors(which, at, cta.decay_gmem) for which in kinds)
 
-  def step(fixed, at, tiles, cta, wait):
-    decayed = []
-    if constant is not None:
-      q_decay = constant.in_chunk(intra_chunk.BEFORE, fixed[0], at, cta.decay_gmem)
-      k_decay = constant.in_chunk(intra_chunk.AFTER, fixed[1], at, cta.decay_gmem)
-      decayed = [(tiles.q, *q_decay), (tiles.k, *k_decay)]
+  def fetch(at, cta):
     total = None
     if normalizer is not None:
       total = load_row_vector(cta.vectors_gmem.at[at.batch, at.head, at.tokens])
+    reset = cta.decay_gmem.documents.load_reset(at)
+    return reset, (reset, total)
+
+  def step(fixed, reset_and_total, at, tiles, cta, wait):
+    reset, total = reset_and_total
+    decayed = []
+    if constant is not None:
+      q_decay = constant.in_chunk(intra_chunk.BEFORE, fixed[0], at, cta.decay_gmem, reset)
+      k_decay = constant.in_chunk(intra_chunk.AFTER, fixed[1], at, cta.decay_gmem, reset)
+      decayed = [(tiles.q, *q_decay), (tiles.k, *k_decay)]
     wait()
     for tile_smem, factors, rows in decayed:
       decay_tile(tile_smem, factors, rows)
@@ -241,7 +277,7 @@ def channel_decay_outputs(
   tiles = _OutputTiles(specs.tokens(k), specs.tokens(q), specs.scores(scores), specs.token_block(v))
   return _outputs(
     Operands(tiles, score_sum, decay, normalizer, initial),
-    None if idle else _DecayInPrologue(begin, step),
+    None if idle else _DecayInPrologue(begin, fetch, step),
     options,
     heads=heads,
     store_states=store_states,
@@ -270,15 +306,16 @@ def _outputs(
     tiles = tiles._replace(denominator=jax.ShapeDtypeStruct((C,), jnp.float32))
   out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
 
-  def step(fixed, total_decay, at, tiles, cta, wait):
+  def step(fixed, fetched, total_decay, at, tiles, cta, wait):
+    reset, vectors = fetched
     if normalizer is None:
-      decaying.step(fixed, at, tiles, cta, wait)
+      decaying.step(fixed, vectors, at, tiles, cta, wait)
       return None
     smem, outs = cta.normalizer_smem, cta.outs_gmem
-    decay_of_chunk = total_decay(at)
+    decay_of_chunk = total_decay(at, reset)
     if store_states:
       normalizer.store(smem, outs.key_sums.at[cta.number(at), at.batch, at.head, at.chunk])
-    denominator = decaying.step(fixed, at, tiles, cta, wait)
+    denominator = decaying.step(fixed, vectors, at, tiles, cta, wait)
     for start in range(0, K, TILE_WIDTH):  # by 64 channels, for want of registers
       channels = pl.ds(start, TILE_WIDTH)
       queries = load_tile(tiles.q.at[:, channels])
@@ -300,7 +337,7 @@ def _outputs(
       out = out / broadcast_rows(load_row_vector(tiles.denominator), out.shape)
     return state, out * scale if scale != 1.0 else out
 
-  prologue = None if decaying is None else ChunkPrologue(decaying.begin, step)
+  prologue = None if decaying is None else ChunkPrologue(decaying.begin, decaying.fetch, step)
   results = run_state_pipeline(
     operands._replace(tiles=tiles),
     Work(consume, prologue, out_type, store_states),

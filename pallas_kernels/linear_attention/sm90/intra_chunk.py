@@ -291,14 +291,16 @@ class TokenDecayFactors:
     self._scratch_smem, self._read_first, self._backend = scratch_smem, bool(read_first), backend
     self.level: Any = 0
 
-  def signs(self, which, reuse: Signs | None = None) -> Signs:
-    """The tokens that the exponent `which` sums over."""
+  def signs(self, which, reuse: Signs | None = None, among: jax.Array | None = None) -> Signs:
+    """The tokens that the exponent `which` sums over; of those `among` [C, C] bool alone."""
     # Queries that see their own token's decay meet keys at a point of time: of opposite signs.
     negative = which is KEY and not self._read_first
     which = QUERY if negative else which
     smem = self._scratch_smem.signs
     if reuse is None or reuse.which is not which:
-      smem[...] = _signs(smem.shape[0], which, self.level, self._read_first).astype(jnp.bfloat16)
+      signs = _signs(smem.shape[0], which, self.level, self._read_first)
+      signs = signs if among is None else jnp.where(among, signs, 0.0)
+      smem[...] = signs.astype(jnp.bfloat16)
       plgpu.commit_smem()
     return Signs(which, smem, negative)
 
@@ -417,7 +419,7 @@ class ScoreOutputs(NamedTuple):
   q: Any  # [B, T, H, K] bfloat16, decayed from the chunk's start; None unless asked for
   k: Any  # [B, T, H, K] bfloat16, decayed to the chunk's end; None unless asked for
   score_sum: Any  # [B, H, T] float32, the sum of each row of scores; None unless asked for
-  decay: Any  # [B, H, N, K] float32, over whole chunks; None for constant decays
+  decay: Any  # [B, H, N, K] float32, of the state over each chunk; None for constant decays
 
 
 class _ScoreBuffers(NamedTuple):
@@ -618,28 +620,29 @@ class ScoresOfChunk:
     return _selected(merged_pairs(self.at.size, size) & open_rows, pairs, scores)
 
   def from_chunk_start(self, scores):
-    """Scores of the leading rows whose cumulative decay, referenced to the start, fits the bound.
+    """Scores of the rows whose decay from the start of the chunk or of their document in it fits.
 
-    There the keys' factors grow, up to 2^92; beyond, and in rows of another document than the first
-    token's, pairs are left to subchunks and merges. So a score depends, to the last bit, on nothing
-    that follows it and on no other document: not even in how it is computed.
+    There the keys' factors grow, up to 2^92; beyond, pairs are left to subchunks and merges. A row
+    is chosen by the sum over its own document: so its scores depend, to the last bit, on nothing
+    that follows and on no other document, not even in how they are computed.
 
     Returns:
       scores, [C] float32, 1 for such rows, and whether all are.
     """
-    at, before = self.at, self.factors[0].signs(BEFORE)
+    at, documents = self.at, self.gmem.documents
+    before = self.factors[0].signs(BEFORE, among=documents.same_document(at))
     sums = [f.from_start(before) for f in self.factors]
     lowest = functools.reduce(jnp.minimum, [jnp.min(queries, axis=1) for queries, _ in sums])
-    lowest_smem = self.smem.decay.largest.at[pl.ds(0, at.size)]
-    lowest_smem[...] = lowest
-    plgpu.commit_smem()
-    closed = lowest >= -LARGEST_LOG2
-    all_closed = lowest_smem[at.size - 1] >= -LARGEST_LOG2  # sums only fall
-    first_document = self.gmem.documents.starts_with(at)
-    if first_document is not None:
-      closed = closed & first_document[0]
-      all_closed = all_closed & first_document[1]
-    closed = jnp.where(closed, jnp.float32(1.0), jnp.float32(0.0))
+    scratch_smem = self.smem.decay.largest
+    if documents.segment_ids is None:  # sums only fall
+      lowest_smem = scratch_smem.at[pl.ds(0, at.size)]
+      lowest_smem[...] = lowest
+      plgpu.commit_smem()
+      lowest_of_all = lowest_smem[at.size - 1]
+    else:
+      lowest_of_all = -_max_of_channels(-lowest, scratch_smem)
+    all_closed = lowest_of_all >= -LARGEST_LOG2
+    closed = jnp.where(lowest >= -LARGEST_LOG2, jnp.float32(1.0), jnp.float32(0.0))
     grown = lambda keys: jnp.exp2(jnp.minimum(-keys, LARGEST_LOG2))
     pairs = self.product([lambda x=x: (jnp.exp2(x[0]), grown(x[1])) for x in sums])
     earlier = iota(self.shape, 0) > iota(self.shape, 1)
@@ -668,7 +671,7 @@ def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs) -> None:
     for channels in chunk.blocks:
       both = smem.decay.channels(channels)
       total = chunk.backend.sum_rows([both.high, both.low], smem.ones)
-      smem.cols.at[channels][...] = jnp.exp2(total)
+      smem.cols.at[channels][...] = documents.keeps_state(at, jnp.exp2(total))
 
   scores = documents.mask_scores(at, scores)
   smem.scores[...] = scores.astype(jnp.bfloat16)

@@ -85,7 +85,7 @@ def total_of_constant_decay(
 ) -> jax.Array:
   """[B|1, H, N|1, K]: the decay of the state over each chunk, of log_decay [H, K]."""
   tokens = tokens_in_chunks(options, padded)
-  if options.length == padded and documents.reach is None:
+  if options.length == padded and documents.reset_ids is None:
     tokens = tokens[:1]
   log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
   decay = jnp.exp(tokens[:, None] * log_decay[:, None])[None]

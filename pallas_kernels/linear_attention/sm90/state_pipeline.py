@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, StateReset, select_rows
 from pallas_kernels.core.chunk_grid import (
   ChunkIndex,
   Tiles,
@@ -72,10 +72,11 @@ class ChunkDecay(NamedTuple):
     """The arrays that the kernel reads from GMEM."""
     return DecayArrays(total=self.total)
 
-  def of_chunk(self, gmem: DecayArrays) -> Callable[[ChunkIndex], jax.Array]:
+  def of_chunk(self, gmem: DecayArrays) -> Callable[..., jax.Array]:
     """A function of the chunk: [K] float32, the decay of the state over it."""
 
-    def total(at):
+    def total(at, reset=None):
+      del reset  # is part of the array
       total = gmem.total
       batch = at.batch if total.shape[0] > 1 else 0
       n = at.chunk if total.shape[2] > 1 else 0
@@ -100,14 +101,17 @@ class ConstantDecay(NamedTuple):
     """The arrays that the kernel reads from GMEM."""
     return DecayArrays(log_decay=self.log_decay, documents=self.documents.reset_only)
 
-  def of_chunk(self, gmem: DecayArrays) -> Callable[[ChunkIndex], jax.Array]:
-    """A function of the chunk: [K] float32, the decay of the state over it."""
+  def of_chunk(self, gmem: DecayArrays) -> Callable[..., jax.Array]:
+    """A function of the chunk, and of its `StateReset` if that is loaded: [K] float32, the decay of
+    the state over it."""
     log_decay = load_row_vector(gmem.log_decay.at[lax.axis_index("head")])
     rate = jnp.maximum(log_decay, intra_chunk.SMALLEST_LOG_DECAY)
 
-    def total(at):
+    def total(at, reset=None):
       tokens = jnp.clip(self.length - at.chunk * self.chunk, 0, self.chunk).astype(jnp.float32)
-      return gmem.documents.keeps_state(at, jnp.exp(rate * tokens))
+      decay = jnp.exp(rate * tokens)
+      reset = gmem.documents.load_reset(at) if reset is None else reset
+      return decay if reset is None else reset.keeps_state(decay)
 
     return total
 
@@ -122,17 +126,21 @@ class ConstantDecay(NamedTuple):
     return decay.factor(decay.signs(which)).astype(jnp.bfloat16)
 
   def in_chunk(
-    self, which: intra_chunk.Exponent, factors: jax.Array, at: ChunkIndex, gmem: DecayArrays
+    self,
+    which: intra_chunk.Exponent,
+    factors: jax.Array,
+    at: ChunkIndex,
+    gmem: DecayArrays,
+    reset: StateReset | None,
   ):
     """The arguments of `decay_tile` for a chunk: (factors, rows).
 
     `factors`, computed again in a chunk that ends early, and a [C] vector, above 0 for tokens that
     see the entering state or reach the leaving one; or None.
     """
-    before = which is intra_chunk.BEFORE
-    rows = (gmem.documents.sees_entering_state if before else gmem.documents.reaches_leaving_state)(
-      at
-    )
+    rows = None
+    if reset is not None:
+      rows = reset.sees_entering if which is intra_chunk.BEFORE else reset.reaches_leaving
     if which is intra_chunk.AFTER and self.length % self.chunk:
       valid = self.length - at.chunk * self.chunk
       again = jnp.where((valid > 0) & (valid < self.chunk), 1, 0)
@@ -287,8 +295,10 @@ class ChunkPrologue(NamedTuple):
   """The producer's work on each chunk, once for all columns of values."""
 
   begin: Callable  # (at, cta) -> what does not change
-  # (fixed, total_decay, at, tiles_smem, cta, wait): `total_decay(at)` is the decay over the chunk,
-  # tiles are valid after `wait()`. May return a function of work that overlaps with the consumers.
+  fetch: Callable  # (at, cta) -> vectors of a chunk, loaded during the step before
+  # (fixed, fetched, total_decay, at, tiles_smem, cta, wait): `total_decay(at, reset)` is the decay
+  # over the chunk, tiles are valid after `wait()`. May return a function of work that overlaps with
+  # the consumers.
   step: Callable
 
 
@@ -427,10 +437,10 @@ class _Warpgroups:
         normalizer.begin(smem.normalizer, self.gmem.normalizer, at, self.split)
       return self.operands.decay.of_chunk(self.gmem.decay), prologue.begin(at, self.cta)
 
-    def step(n, fixed, wait):
+    def step(n, fixed, fetched, wait):
       total_decay, fixed = fixed
       at, stage = self.index_of(n), self.pipeline.stage(n, smem.stages)
-      return prologue.step(fixed, total_decay, at, stage, self.cta, wait)
+      return prologue.step(fixed, fetched, total_decay, at, stage, self.cta, wait)
 
     def end():
       at = self.index_of(0)
@@ -438,7 +448,8 @@ class _Warpgroups:
         place = self.cta.number(at), self.batch, self.head, self.split
         normalizer.store(smem.normalizer, self.outs.last_key_sum.at[place])
 
-    self.pipeline.produce(self.load, Prologue(begin, step, end, smem.prologue_barrier))
+    fetch = lambda n: prologue.fetch(self.index_of(n), self.cta)
+    self.pipeline.produce(self.load, Prologue(begin, fetch, step, end, smem.prologue_barrier))
 
   def consume(self, column) -> None:
     """A consumer: 64 columns of values, whose state it carries from the first chunk to the last."""
@@ -589,19 +600,21 @@ def chunk_states(
   def begin(at, cta):
     return None if constant is None else constant.factors(which, at, cta.decay_gmem)
 
-  def step(factors, total_decay, at, stage, cta, wait):
+  def fetch(at, cta):
+    reset = cta.decay_gmem.documents.load_reset(at)
+    return reset, None if weight is None else load_row_vector(at.table_row(cta.vectors_gmem))
+
+  def step(factors, fetched, total_decay, at, stage, cta, wait):
+    reset, weights = fetched
     in_chunk: Any = None
     if constant is not None:
-      in_chunk = constant.in_chunk(which, factors, at, cta.decay_gmem)
+      in_chunk = constant.in_chunk(which, factors, at, cta.decay_gmem, reset)
     if normalizer is not None:
-      decay_of_chunk = total_decay(at)
+      decay_of_chunk = total_decay(at, reset)
       normalizer.load_weights(cta.normalizer_smem, cta.normalizer_gmem, at)
       if store_states:
         target = cta.outs_gmem.key_sums.at[cta.number(at), at.batch, at.head, at.chunk]
         normalizer.store(cta.normalizer_smem, target)
-    weights = None
-    if weight is not None:
-      weights = load_row_vector(at.table_row(cta.vectors_gmem))
     wait()
     if constant is not None:
       decay_tile(stage.a, *in_chunk)
@@ -635,7 +648,7 @@ def chunk_states(
     Operands(tiles, weight, decay, normalizer, initial),
     Work(
       consume,
-      None if idle else ChunkPrologue(begin, step),
+      None if idle else ChunkPrologue(begin, fetch, step),
       out_type,
       store_states,
       state_operand=False,
