@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lnssm_jax.ops.core import diagonal_chunks
 from lnssm_jax.ops.selective_scan.api import selective_scan
 from lnssm_jax.ops.selective_scan.types import SelectiveState
 from tests.ops import promises
@@ -88,6 +89,31 @@ def test_selective_scan_gradient_of_a_strong_rate_is_accurate_per_entry():
   got = gradient("chunked", inputs)
   np.testing.assert_allclose(got, want, rtol=promises.contract.tolerance(jnp.float32, T))
   assert np.abs(want).min() < 1e-7 < np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+def test_selective_scan_in_an_accelerators_blocks_equals_float64(dtype, monkeypatch):
+  """Documents, padding of the last block, all gradients."""
+  T = 5
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(diagonal_chunks, "_LONGEST_BLOCK", 2)
+  segment_ids = jnp.asarray([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
+  inputs = {name: x.astype(dtype).astype(jnp.float32) for name, x in make_inputs(T).items()}
+
+  def results(implementation, inputs):
+    def loss(inputs):
+      options = {"segment_ids": segment_ids, "implementation": implementation, "chunk_size": None}
+      out, state = call(inputs, **options)
+      return jnp.sum(out.astype(state.h.dtype) ** 2) + jnp.sum(state.h), (out, state.h)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+
+  with jax.enable_x64(True):
+    want = results("reference", {n: jnp.asarray(x, jnp.float64) for n, x in inputs.items()})
+  got = results("chunked", {n: x.astype(dtype) for n, x in inputs.items()})
+  for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    error = promises.contract.relative_error(np.asarray(g, np.float64), np.asarray(w))
+    assert error <= promises.contract.tolerance(dtype, T)
 
 
 @pytest.mark.parametrize("chunk_size", [4, pytest.param(None, marks=pytest.mark.slow)])

@@ -9,29 +9,28 @@ import jax
 import jax.numpy as jnp
 
 from lnssm_jax.ops.core import diagonal_chunks
-from lnssm_jax.ops.core.diagonal_chunks import DEFAULT_CHUNK_SIZE, Recurrence
-from lnssm_jax.ops.core.precision import widen
+from lnssm_jax.ops.core.diagonal_chunks import Recurrence
+from lnssm_jax.ops.core.precision import wide, widen
 from lnssm_jax.ops.elementwise_decay_scan.types import ElementwiseDecayState, Inputs, Options
 
 
 def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
   """The chunked form."""
-  return _scan(inputs, options.chunk_size or DEFAULT_CHUNK_SIZE)
+  scan = functools.partial(diagonal_chunks.scan, chunk_size=options.chunk_size)
+  return _run(scan, inputs)
 
 
 def associative(inputs: Inputs, options: Options) -> tuple[jax.Array, ElementwiseDecayState]:
   """One associative scan over all tokens: depth log T, but memory [B, T, H, K, V]."""
   del options
-  return _scan(inputs, None)
+  return _run(diagonal_chunks.associative, inputs)
 
 
-def _scan(inputs, chunk_size):
+def _run(scan, inputs):
   q, k, v, log_decay, weight, state, segments = inputs
   recurrence = Recurrence(functools.partial(_update, log_decay.make), _read)
   steps, parameters = (q, k, v, log_decay.steps), (log_decay.parameters, weight)
-  out, kv = diagonal_chunks.scan(
-    recurrence, steps, parameters, state.kv, segments, chunk_size=chunk_size
-  )
+  out, kv = scan(recurrence, steps, parameters, state.kv, segments)
   return out, ElementwiseDecayState(kv)
 
 
@@ -49,5 +48,5 @@ def _update(make, steps, parameters):
 def _read(kv, steps, parameters):
   q, _, v, _ = steps
   _, weight = parameters
-  kv = kv if weight is None else weight * kv
+  kv = wide(kv) if weight is None else weight * kv
   return jnp.sum(kv * q[..., :, None], axis=-2).astype(v.dtype)
