@@ -17,6 +17,7 @@ from tests.pretrained.published import GOLDEN, recorded, write
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("PEERS", ROOT / ".venv-peers")) / "bin" / "python"
+CONFIG, TENSORS = hugging_face.adapters.CONFIG, hugging_face.adapters.TENSORS
 CASE = "qwen3_5_text"
 _logits = jax.jit(lambda model, tokens: model(tokens)[0])
 
@@ -120,6 +121,24 @@ def test_adapter_of_another_kind_is_an_error_that_names_it(change, message, tmp_
   with pytest.raises(ExportError, match=f"^{tmp_path}: .*{message}") as error:
     hugging_face.adapters.read(tmp_path)
   assert "\n" not in str(error.value)
+
+
+def test_scale_of_an_adapter_by_module_is_of_whole_names(tmp_path):
+  """As in PEFT: "q" is no part of "x_q"; and lora_alpha is 8 where it is not named."""
+  pair = {
+    ".lora_A.weight": np.ones((2, 3), np.float32),
+    ".lora_B.weight": np.ones((4, 2), np.float32),
+  }
+  modules = [f"base_model.model.layers.0.{name}" for name in ("q", "x_q")]
+  save_file({m + end: x for m in modules for end, x in pair.items()}, tmp_path / TENSORS)
+  (tmp_path / CONFIG).write_text(
+    json.dumps({"peft_type": "LORA", "r": 2, "alpha_pattern": {"q": 6}})
+  )
+  found = hugging_face.adapters.read(tmp_path)
+  assert {name: x.scale for name, x in found.items()} == {
+    "layers.0.q.weight": 3,
+    "layers.0.x_q.weight": 4,
+  }
 
 
 def test_adapter_of_no_rank_or_twice_the_same_matrix_is_an_error(tmp_path):

@@ -97,7 +97,7 @@ class Call:
     return self.call
 
 
-def write_torch(path, tensors, torch, *, more=None):
+def write_torch(path, tensors, torch, *, more=None, order="little"):
   """A file as `torch.save` writes one."""
   kinds = {"float32": torch.FloatStorage, "bfloat16": torch.BFloat16Storage}
   content, data = collections.OrderedDict(), {}
@@ -113,7 +113,7 @@ def write_torch(path, tensors, torch, *, more=None):
       Pickler(file, 2).dump(content)
     for key, numbers in data.items():
       archive.writestr(f"model/data/{key}", numbers)
-    archive.writestr("model/byteorder", "little")
+    archive.writestr("model/byteorder", order)
   return path
 
 
@@ -200,10 +200,17 @@ def test_file_of_torch_of_another_model_or_of_a_larger_tensor_raises(tmp_path, t
   with pytest.raises(ExportError, match=r"neither blocks.0.att.r_k \(RWKV-7\)"):
     hugging_face.load(path)
   storage = Storage(torch_names.FloatStorage, "0", 4)
-  arguments = storage, 1, (2, 2), (2, 1), False, collections.OrderedDict()
-  more = {"x": Call(torch_names._utils._rebuild_tensor_v2, *arguments)}
-  write_torch(path, tensors, torch_names, more=more)
-  with pytest.raises(ExportError, match="larger than its storage"):
+  for begin, strides, message in (
+    (1, (2, 1), "larger than its storage"),
+    (0, (1, 2), "is a view of another one"),
+  ):
+    arguments = storage, begin, (2, 2), strides, False, collections.OrderedDict()
+    more = {"x": Call(torch_names._utils._rebuild_tensor_v2, *arguments)}
+    write_torch(path, tensors, torch_names, more=more)
+    with pytest.raises(ExportError, match=message):
+      hugging_face.load(path)
+  write_torch(path, tensors, torch_names, order="big")
+  with pytest.raises(ExportError, match="not little endian"):
     hugging_face.load(path)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -151,7 +152,48 @@ def test_one_machine_writes(machine, monkeypatch):
     second.flush()
     with first, pytest.raises(RunFolderError, match="has taken over"):
       first.before_step(mock.Mock())
+    writer = json.loads(Bucket(RUN).read("writer.json"))  # which the first one has left alone
+    assert writer["id"] == second._mine["id"] and not writer["ended"]
   assert json.loads(Bucket(RUN).read("writer.json"))["id"] == second._mine["id"]
+
+
+def test_writer_renews_its_file_and_uploads_nothing_twice(machine, monkeypatch):
+  monkeypatch.setattr(bucket, "BEAT", 0.01)
+  monkeypatch.setattr(bucket, "_LOOK", 0.001)
+  (written(2) / "rows.partial").write_text("of a process that writes")
+  with Mirror(RUN, local(RUN), 3, mock.Mock()) as mirror:
+    mirror.flush()
+    assert "rows.partial" not in Bucket(RUN).files()
+    with mock.patch.object(Bucket, "upload", side_effect=AssertionError):
+      mirror.flush()
+    end = time.monotonic() + 20
+    while json.loads(Bucket(RUN).read("writer.json"))["beat"] < 3 and time.monotonic() < end:
+      time.sleep(0.002)
+  assert json.loads(Bucket(RUN).read("writer.json"))["beat"] > 3
+
+
+def test_checkpoint_that_is_deleted_while_it_is_fetched_is_passed_over(machine, monkeypatch):
+  uploaded(2, 4)
+  files = Bucket(RUN)._fs
+  whole = files.get_file
+
+  def get_file(source, target):
+    if "/4/" in source:
+      raise FileNotFoundError(source)
+    whole(source, target)
+
+  monkeypatch.setattr(files, "get_file", get_file)
+  machine("b")
+  bucket.fetched(RUN)
+  assert steps_here() == ["2"]
+
+
+def test_model_whose_files_keep_their_sizes_is_fetched_again(machine):
+  for text in ("1", "2"):
+    for name in ("config.json", "model.safetensors"):
+      Bucket("s3://lab/model").write(name, text.encode())
+    folder = buckets.fetched("s3://lab/model")
+    assert {path.read_text() for path in folder.iterdir()} == {text}
 
 
 def test_copy_of_another_run_is_not_mixed(machine):
@@ -177,6 +219,9 @@ def test_token_files_of_a_bucket_replaced_by_their_sidecar(machine, tmp_path):
   assert (place / "set.bin").read_bytes() == there.read("set.bin")
   (tmp_path / "a.txt").write_text("other text of a file")
   machine("a")
+  with mock.patch.object(Bucket, "upload", side_effect=BucketError("broken")):
+    assert main([*arguments.split(), "--force"]) == 2
+  assert "set.json" not in there.files()  # or the old one would count for new tokens
   assert main([*arguments.split(), "--force"]) == 0
   machine("b")
   in_bucket.fetch("s3://lab/data", ["set"])
