@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import babilong, babilong_samples, needles, rouge
 from experiments.answers import answers
+from lnssm_jax import ops
+from lnssm_jax.analysis.layers import each_layer
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import Tokenizer
@@ -18,7 +22,13 @@ from train.data.errors import DataError
 from train.scoring import memory, perplexity
 
 STORIES = ("qa1", "qa2", "qa3", "qa4", "qa5")
+TASKS = tuple(f"qa{number}" for number in range(1, 21))
 KINDS = ("single_2", "multikey")
+SETS = {  # of ROUGE without training, in the folder `rouge`
+  "asqa": "asqa_dev.json",
+  "eli5": "eli5_1000.json",
+  "wikilarge": "wiki.full.aner.ori.test.src",
+}
 ANSWER, SUMMARY = 12, 64  # most tokens
 DOCUMENTS = 4  # whose states are looked at
 
@@ -38,6 +48,9 @@ class Sizes(NamedTuple):
   babilong_steps: int = 400
   needles_steps: int = 1000
   rouge_steps: int = 150
+  questions_steps: int = 400
+  train_share: float = 0.05  # of the questions of each of the 20 tasks
+  questions: int = 200  # of each of the 20 tasks, that are scored
   stories: int = 1000  # of each task, to train on
   hidden: int = 20_000  # rows of each kind of needle, to train on
   unit: int = 1000  # tokens: BABILong is trained at 0 and 1 of these, scored at 0, 1, 2, 4
@@ -184,20 +197,48 @@ def babilong_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
     for length, asked in tests.items():
       # Batches have stories of all tasks, and so prompts of about the same lengths.
       asked = [asked[n] for n in np.random.default_rng(0).permutation(len(asked))]
-      prompts = [babilong.prompt_of(row) for _, row in asked]
-      found = answers(loaded, prompts, max_tokens=ANSWER, batch=sizes.batch)
-      right: dict[str, list[bool]] = {task: [] for task in STORIES}
-      for (task, row), answer in zip(asked, found, strict=True):
-        right[task].append(babilong.is_right(answer, row["target"]))
-      means = {task: float(np.mean(each)) for task, each in right.items()}
-      for task, mean in (means | {"mean": float(np.mean(list(means.values())))}).items():
-        yield Score(task, length, "accuracy", mean)
-      constant = [_share_of_most_frequent(task, asked) for task in STORIES]
-      yield Score("mean", length, "most_frequent_answer", float(np.mean(constant)))
+      yield from _accuracies(loaded, asked, STORIES, length, sizes)
 
   prompts = [babilong.prompt_of(row) for asked in tests.values() for _, row in asked]
   reach = max(map(len, tokenizer.encode_batch(prompts))) + ANSWER
   return Part(sizes.babilong_steps, windows, reach, score)
+
+
+def questions_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
+  """All 20 tasks without other text, trained on a share of the questions of their test files."""
+  (text,) = map(str, data.glob("lm/val_books.*"))
+  make = functools.partial(babilong_samples.rows_of, data / "babi", text, tokenizer)
+  rows, asked = list[tuple[str, str]](), list[tuple[str, dict[str, str]]]()
+  for task, _, found in make(tasks=TASKS, lengths=[0], samples=10**6):
+    train, test = babilong.divide(found, sizes.train_share)
+    rows += [(babilong.prompt_of(row), f" {row['target']}") for row in train]
+    asked += [(task, row) for row in test[: sizes.questions]]
+  # Batches have prompts of about the same lengths.
+  asked.sort(key=lambda x: len(babilong.prompt_of(x[1])))
+  reach = max(map(len, tokenizer.encode_batch([babilong.prompt_of(row) for _, row in asked])))
+  windows = packed(rows, tokenizer, sizes.length)
+  score = lambda loaded: _accuracies(loaded, asked, TASKS, 0, sizes)
+  return Part(sizes.questions_steps, windows, reach + ANSWER, score)
+
+
+def _accuracies(
+  loaded: LoadedModel,
+  asked: Sequence[tuple[str, dict[str, str]]],
+  tasks: Sequence[str],
+  length: int,
+  sizes: Sizes,
+) -> Iterator[Score]:
+  """The accuracy of each task and their mean, and that of one answer to all of a task."""
+  prompts = [babilong.prompt_of(row) for _, row in asked]
+  found = answers(loaded, prompts, max_tokens=ANSWER, batch=sizes.batch)
+  right: dict[str, list[bool]] = {task: [] for task in tasks}
+  for (task, row), answer in zip(asked, found, strict=True):
+    right[task].append(babilong.is_right(answer, row["target"]))
+  means = {task: float(np.mean(each)) for task, each in right.items()}
+  for task, mean in (means | {"mean": float(np.mean(list(means.values())))}).items():
+    yield Score(task, length, "accuracy", mean)
+  constant = [_share_of_most_frequent(task, asked) for task in tasks]
+  yield Score("mean", length, "most_frequent_answer", float(np.mean(constant)))
 
 
 def _share_of_most_frequent(task: str, asked: Sequence[tuple[str, dict[str, str]]]) -> float:
@@ -255,11 +296,75 @@ def rouge_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
   return Part(sizes.rouge_steps, windows, reach, score)
 
 
+def zero_shot_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
+  """Answers to questions and simplified sentences, not trained further."""
+  files = {kind: data / "rouge" / name for kind, name in SETS.items()}
+  how = {"max_tokens": SUMMARY, "limit": sizes.summaries, "batch": sizes.batch}
+  prompts = [
+    rouge.prompt_of(kind, sample)
+    for kind, file in files.items()
+    for sample in rouge.read(kind, file, sizes.summaries)
+  ]
+
+  def score(loaded):
+    for kind, file in files.items():
+      (row,) = rouge.run(loaded, kind, [str(file)], **how).tables["sets"]
+      yield Score(kind, 0, "rouge_l", row["rouge_l"])
+
+  return Part(0, {}, max(map(len, tokenizer.encode_batch(prompts))) + SUMMARY, score)
+
+
+def fields_part(data: Path, sizes: Sizes) -> Part:
+  """The receptive fields of the states in held-out text, and how far partitions part values."""
+  (source,) = map(str, data.glob("lm/val_books.*"))
+
+  def score(loaded):
+    found = memory.states(loaded, source, length=sizes.length, rows=DOCUMENTS)
+    rows = found.tables.get("receptive field", [])
+    for name in ("median", "largest"):
+      mean = float(np.mean([row[name] for row in rows])) if rows else None
+      yield Score("mean of layers", sizes.length, f"{name}_field", mean)
+    tokens = memory.beginnings(loaded, source, sizes.length, DOCUMENTS)
+    parted = [
+      each for each in each_layer(_parted, loaded.model, jnp.asarray(tokens)) if each is not None
+    ]
+    for place, name in enumerate(("parted", "parted_at_random")):
+      mean = float(np.mean([each[place] for each in parted])) if parted else None
+      yield Score("mean of layers", sizes.length, name, mean)
+
+  return Part(0, {}, sizes.length, score)
+
+
+def _parted(mixer, x, segment_ids):
+  """The share of the variance of a layer's values that is between partitions, by the first
+  partition of each token and by the same at random; None of a mixer without partitions."""
+  with ops.recording() as calls:
+    mixer(x, None, segment_ids)
+  found = [call.arguments for call in calls if call.op == "sparse_state_attention"]
+  if not found:
+    return None
+  values = found[0]["v"].astype(jnp.float32)
+  values = values.reshape(values.shape[0] * values.shape[1], -1)
+  chosen, count = found[0]["indices"][..., 0].reshape(-1), found[0]["num_partitions"]
+  by_chance = jax.random.permutation(jax.random.key(0), chosen)
+  return between(values, chosen, count), between(values, by_chance, count)
+
+
+def between(values: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
+  """The share of the variance of `values` [n, D] between `count` groups; [n] says whose each is."""
+  values = values - values.mean(axis=0)
+  inside = jax.nn.one_hot(chosen, count)
+  sums = inside.T @ values
+  return jnp.sum(sums**2 / jnp.maximum(inside.sum(axis=0), 1)[:, None]) / jnp.sum(values**2)
+
+
 def missing(names: Sequence[str], data: Path) -> list[str]:
   """Patterns of files that the parts need and that `data` has none of."""
   stories = [f"babi/{task}_*{split}.txt" for task in STORIES for split in ("train", "test")]
   needed = {
     "babilong": stories,
+    "questions": [f"babi/{task}_*test.txt" for task in TASKS],
+    "zero_shot": [f"rouge/{name}" for name in SETS.values()],
     "rouge": ["scitldr/train.jsonl", "scitldr/test.jsonl"],
   }
   patterns = ["lm/train_books.*", "lm/val_books.*"]
@@ -277,6 +382,9 @@ def make_parts(
     "babilong": lambda: babilong_part(data, tokenizer, sizes),
     "needles": lambda: needles_part(data, tokenizer, sizes),
     "rouge": lambda: rouge_part(data, tokenizer, sizes),
+    "questions": lambda: questions_part(data, tokenizer, sizes),
+    "zero_shot": lambda: zero_shot_part(data, tokenizer, sizes),
+    "fields": lambda: fields_part(data, sizes),
   }
   parts = {name: made[name]() for name in names}
   # A cache of one size is one program for all answers; that of the longest text is much larger.
@@ -293,4 +401,7 @@ def scored_tokens(name: str, sizes: Sizes) -> dict[int, int]:
     "babilong": {n or sizes.unit: asked * (n or sizes.unit) for n in sizes.babilong_lengths[1:]},
     "needles": {n: len(KINDS) * sizes.samples * n for n in sizes.needle_lengths},
     "rouge": {sizes.length: sizes.summaries * sizes.length},
+    "questions": {sizes.length: len(TASKS) * sizes.questions * sizes.length},
+    "zero_shot": {sizes.length: len(SETS) * sizes.summaries * sizes.length},
+    "fields": {sizes.length: 2 * DOCUMENTS * sizes.length},
   }[name]

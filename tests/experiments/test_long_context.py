@@ -115,6 +115,38 @@ def test_babilong_answers_are_scored_with_their_own_questions(data, tokenizer, m
   assert not any(place in learned for place in PLACES["test"])
 
 
+def test_questions_to_train_on_are_not_those_that_are_scored(data, tokenizer, monkeypatch):
+  def answers(loaded, prompts, *, max_tokens, batch):
+    asked.extend(prompts)
+    return [f" {re.search(r'went to the (\w+)\.', prompt)[1]}" for prompt in prompts]
+
+  asked: list[str] = []
+  monkeypatch.setattr(long_context_parts, "answers", answers)
+  monkeypatch.setattr(long_context_parts, "TASKS", STORIES)
+  part = long_context_parts.questions_part(data, tokenizer, SIZES)
+  found = {(x.of, x.measure): x.value for x in part.score(None)}
+  assert found == {
+    **{(of, "accuracy"): 1.0 for of in (*STORIES, "mean")},
+    ("mean", "most_frequent_answer"): 0.5,
+  }
+  learned = "".join(tokenizer.decode(row) for row in part.windows["tokens"])
+  for name, place in itertools.product(NAMES.values(), PLACES["test"]):
+    fact = f"{name} went to the {place}."
+    assert (fact in learned) + any(fact in prompt for prompt in asked) == 1
+  assert len(asked) == 2 * len(STORIES)
+
+
+def test_variance_between_groups_is_that_of_their_means():
+  rng = np.random.default_rng(0)
+  means, chosen = rng.normal(size=(4, 3)), rng.integers(4, size=400)
+  noise = rng.normal(size=(400, 3))
+  values = (means[chosen] + noise).astype(np.float32)
+  groups = [values[chosen == n] for n in range(4)]
+  inside = sum(((x - x.mean(0)) ** 2).sum() for x in groups)
+  whole = ((values - values.mean(0)) ** 2).sum()
+  assert long_context_parts.between(values, chosen, 4) == pytest.approx(1 - inside / whole, 1e-5)
+
+
 def test_needles_are_of_other_books_and_fit_their_length(data, tokenizer, monkeypatch):
   """A model that knows half of the answers, and that gives 1/2 to each token of those."""
 

@@ -37,7 +37,7 @@ def scores(loaded: LoadedModel, source: str, *, length: int = 256, rows: int = 4
     DataError: the text has too few documents of that length.
     ValueError: no layer has queries and keys, or the model's cache does not hold `length` tokens.
   """
-  tokens = jnp.asarray(_tokens(loaded, source, length, rows))
+  tokens = jnp.asarray(beginnings(loaded, source, length, rows))
   table, histogram, found, missing = [], [], {}, ""
   for layer in range(loaded.model.num_layers):
     try:
@@ -72,7 +72,7 @@ def states(loaded: LoadedModel, source: str, *, length: int = 512, rows: int = 4
     DataError: the text has too few documents of that length.
     ValueError: no layer has a recurrent state, or the model's cache does not hold the tokens.
   """
-  tokens = _tokens(loaded, source, length, rows)
+  tokens = beginnings(loaded, source, length, rows)
   found = analysis.document_states(loaded.model, list(tokens))
   if not any(found):
     raise ValueError(f"no layer of {loaded.source} has a recurrent state; attention keeps a cache.")
@@ -106,8 +106,12 @@ def states(loaded: LoadedModel, source: str, *, length: int = 512, rows: int = 4
   return Report("states", _settings(loaded, source, length, rows), tables)
 
 
-def _tokens(loaded: LoadedModel, source: str, length: int, rows: int) -> np.ndarray:
-  """[rows, length] int32: the beginnings of the first documents that are long enough."""
+def beginnings(loaded: LoadedModel, source: str, length: int, rows: int) -> np.ndarray:
+  """[rows, length] int32: the beginnings of the first documents that are long enough.
+
+  Raises:
+    DataError: the text has too few of them.
+  """
   found = []
   for document in read_documents(source):
     tokens = encode_whole(loaded.tokenizer, document, "text")
