@@ -26,10 +26,12 @@ class Steps(NamedTuple):
 def steps_of(bounds: Range, batch: jax.Array, start: jax.Array, rows: int, tile: int) -> Steps:
   """The steps of the tokens [start, start + rows)."""
   last = start + rows - 1
-  begin = lax.div(bounds.first[batch, start], tile)
-  end = lax.div(bounds.end[batch, last] + (tile - 1), tile)
-  inside = lax.div(bounds.first[batch, last] + (tile - 1), tile)
-  outside = lax.div(bounds.end[batch, start], tile)
+  first = lambda token: token if bounds.first is None else bounds.first[batch, token]
+  past = lambda token: token + 1 if bounds.end is None else bounds.end[batch, token]
+  begin = lax.div(first(start), tile)
+  end = lax.div(past(last) + (tile - 1), tile)
+  inside = lax.div(first(last) + (tile - 1), tile)
+  outside = lax.div(past(start), tile)
   return Steps(begin, jnp.maximum(begin, end), inside, outside)
 
 
@@ -43,7 +45,12 @@ def visible(rows: Range, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def load_range(bounds: Range, batch: jax.Array, start: jax.Array) -> Range:
   """The ranges of the rows of a warpgroup, in registers."""
-  return Range(*(load_row_vector(x.at[batch, pl.ds(start, ROWS)]) for x in bounds))
+  token = start + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+  load = lambda x: load_row_vector(x.at[batch, pl.ds(start, ROWS)])
+  return Range(
+    token if bounds.first is None else load(bounds.first),
+    token + 1 if bounds.end is None else load(bounds.end),
+  )
 
 
 def where_seen(x: jax.Array, other: float, rows: Range, steps: Steps, step: jax.Array) -> jax.Array:

@@ -46,8 +46,8 @@ class Range(NamedTuple):
   of the first.
   """
 
-  first: Any
-  end: Any
+  first: Any  # None: the token's own number
+  end: Any  # None: the number after its own
 
 
 class Ranges(NamedTuple):

@@ -58,7 +58,8 @@ def test_key_ranges_equal_the_mask_of_the_reference(size, causal):
     want = np.asarray(mask.visible(tokens, tokens))
     other = np.arange(T)
     for bounds, seen in ((ranges.seen, want), (ranges.seen_by, want.swapaxes(1, 2))):
-      first, end = (np.asarray(x)[..., None] for x in bounds)
+      pairs = zip(bounds, (other, other + 1), strict=True)  # None: by the token itself
+      first, end = (np.broadcast_to(own if x is None else x, (3, T))[..., None] for x, own in pairs)
       np.testing.assert_array_equal((first <= other) & (other < end), seen)
       assert (np.diff(first, axis=1) >= 0).all() and (np.diff(end, axis=1) >= 0).all()
 

@@ -113,11 +113,11 @@ def run(
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width - x.shape[-1])))
 
   def padded_range(bounds, others):
-    # Padding sees nothing and nobody sees it; its empty ranges follow all others.
+    # Padding sees at most padding and nobody else sees it; its ranges follow all others.
     pad = lambda x: jnp.pad(
       x, ((0, 0), (0, config.padded_length(x.shape[1]) - x.shape[1])), constant_values=others
     )
-    return Range(*map(pad, bounds))
+    return Range(*(None if x is None else pad(x) for x in bounds))
 
   seen, seen_by, _ = key_ranges(options.mask, segments, B, T, before)
   dropout = None
@@ -177,11 +177,11 @@ def key_ranges(
   token = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   start, stop = jnp.zeros_like(token), jnp.full_like(token, length)
   if segments is not None:
-    start, stop = segments.bounds(token)
+    start, stop = segments.bounds()
   if before is None:
     start, stop = _within(mask, token, start, stop, length)
     if mask.causal:
-      return Ranges(seen=Range(start, token + 1), seen_by=Range(token, stop))
+      return Ranges(seen=Range(start, None), seen_by=Range(None, stop))
     return Ranges(seen=Range(start, stop), seen_by=Range(start, stop))
   # Tokens of the cache have numbers below 0.
   room, first = before.room, -before.position[:, None]

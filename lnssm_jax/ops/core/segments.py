@@ -40,17 +40,17 @@ class Segments(NamedTuple):
     """[B, 1]: whether a boundary lies inside the row, so that no state passes through it."""
     return self.index[:, -1:] > 0
 
-  def bounds(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def bounds(self) -> tuple[jax.Array, jax.Array]:
     """([B, T] int32, likewise): the first token of each token's document, and the one after it.
 
-    `token` [B, T] int32 counts those of each row: 0, 1, ...
+    Tokens of each row are counted 0, 1, ...
     """
-    # By number of the document: a scan over tokens would be a dozen small kernels.
-    batch, length = token.shape
-    row = jnp.arange(batch)[:, None]
-    starts = jnp.full((batch, length + 1), length, jnp.int32)
-    starts = starts.at[row, self.index].min(token, indices_are_sorted=True)
-    return starts[row, self.index], starts[row, self.index + 1]
+    length = self.ids.shape[1]
+    token = jnp.arange(length, dtype=jnp.int32)
+    # From both sides in one scan, which is three small kernels on a GPU.
+    first = jnp.stack([_first(self.ids), _first(self.ids[:, ::-1])])
+    before, after = jax.lax.cummax(jnp.where(first, token, 0), axis=2)
+    return before, length - after[:, ::-1]
 
   def chunks(self, size: int) -> "ChunkSegments":
     """The same for chunks of `size` tokens; padding belongs to each row's last document."""
