@@ -11,9 +11,12 @@ import pytest
 
 from tests.train.test_labeled_runs import losses
 from train import trainer
+from train.cluster import device_mesh
+from train.cluster.stop_signal import StopSignal
 from train.config import ConfigError, to_dict
 from train.data.errors import DataError
 from train.data.streams import Stream
+from train.loop import Callback, Moment, train
 
 
 @pytest.mark.slow
@@ -78,3 +81,16 @@ def test_source_of_a_stream_is_opened_before_anything_is_compiled(tiny, monkeypa
     trainer.fit(tiny(data__stream=True, data__sources=sources))
   with pytest.raises(DataError, match="is for single runs of `fit`"):
     trainer.training_set(cfg)
+
+
+def test_run_that_is_told_to_stop_tells_its_stream_and_ends_without_a_batch(tiny, monkeypatch):
+  cfg, given, called, stop = tiny(data__stream=True), {}, [], StopSignal()
+  monkeypatch.setattr(trainer, "StreamBatches", lambda *_, **options: given.update(options))
+  trainer._batches(trainer._stream(cfg), cfg, device_mesh.make_mesh(cfg), 0, None, stop)
+  assert not given["stop"]()
+  stop.name = "SIGTERM"
+  assert given["stop"]()
+  moment = Moment(0, None, [Callback()])
+  monkeypatch.setattr(moment, "call", called.append)
+  train(moment, None, iter(()), steps=3)
+  assert called == ["started", "before_step", "ended"]
