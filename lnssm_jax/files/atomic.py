@@ -10,6 +10,7 @@ import errno
 import fcntl
 import functools
 import io
+import itertools
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ from lnssm_jax.files.reading import descriptor_of, retried
 
 # Errors of file systems on which a folder cannot be synced.
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_PART = 1 << 24  # bytes
 _ABANDONED = 24 * 3600.0  # seconds without a change, where files have no locks
 
 
@@ -62,6 +64,25 @@ def write_all(file: io.FileIO, content: Buffer) -> None:
   view = view.cast("B") if view.nbytes else view
   while view.nbytes:
     view = view[file.write(view) :]
+
+
+def sync_file(file: io.FileIO) -> None:
+  """Makes the content of a file of `create` durable.
+
+  After an error that may be transient it is written once more: systems may take what a failed sync
+  has lost for written.
+  """
+
+  attempts = itertools.count()
+
+  def sync() -> None:
+    size = os.fstat(file.fileno()).st_size if next(attempts) else 0
+    for start in range(0, size, _PART):
+      file.seek(start)
+      write_all(file, os.pread(file.fileno(), _PART, start))
+    os.fsync(file.fileno())
+
+  retried(sync)
 
 
 @contextlib.contextmanager
@@ -170,7 +191,7 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
     raise
   finally:
     os.close(descriptor)
-  sync_folder(path.parent)
+  retried(functools.partial(sync_folder, path.parent))
 
 
 def make_folder(path: Path) -> None:

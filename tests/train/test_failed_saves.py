@@ -18,6 +18,7 @@ from lnssm_jax.files import atomic, reading
 from train.checkpoint import digests, saver, step_folders, store, verify
 from train.checkpoint.step_folders import CheckpointError
 from train.checkpoint.store import Checkpoints, newest_step
+from train.cli.main import main
 from train.cluster.stop_signal import StopSignal
 from train.runs.loading import load_model
 from train.runs.run_folder import RunFolder
@@ -187,6 +188,30 @@ def test_file_replaced_in_spite_of_a_transient_error_of_a_sync(which, tmp_path, 
   atomic.replace_file(tmp_path / "x", b"new")
   assert len(calls) == 2 + which and (tmp_path / "x").read_bytes() == b"new"
   assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_token_files_are_made_in_spite_of_a_transient_error_of_any_sync(tmp_path, monkeypatch):
+  """Bytes that a failed sync may have lost are written again."""
+  monkeypatch.setattr(reading, "PAUSES", (0, 0))
+  monkeypatch.setattr(atomic, "_PART", 3)
+  (tmp_path / "a.txt").write_text("some text")
+  given = f"tokenize --input {tmp_path}/a.txt --tokenizer bytes --output {tmp_path}/".split()
+  written = []
+
+  def made(which):
+    """Token files of a process in which one sync fails, and the syncs."""
+    write_all = atomic.write_all
+    with monkeypatch.context() as patch:
+      calls = fail_once(patch, which)
+      patch.setattr(atomic, "write_all", lambda *x: written.append(which) or write_all(*x))
+      assert main([*given[:-1], f"{given[-1]}{which}/set"]) == 0
+    names = ("set.bin", "set.idx", "set.crc32")
+    return [(tmp_path / str(which) / name).read_bytes() for name in names], calls
+
+  whole, calls = made(0)
+  assert len(calls) >= 6 and all(made(n)[0] == whole for n in range(1, len(calls) + 1))
+  again = [written.count(n) - written.count(0) for n, path in enumerate(calls, 1) if ".bin" in path]
+  assert again == [-(-len(whole[0]) // 3)]
 
 
 def test_checkpoints_may_be_a_link_to_a_folder_elsewhere(save_quickly, tmp_path):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from lnssm_jax.files import atomic
-from lnssm_jax.files.reading import open_regular, read_bytes
+from lnssm_jax.files.reading import open_regular, read_bytes, retried
 from train.data import index_file
 from train.data.checked_array import CheckedArray, Checksums, blocks_of
 from train.data.errors import DataError, reading, writing
@@ -259,7 +259,7 @@ class IndexedWriter:
         for part in parts:
           atomic.write_all(self._files[end], part)
       for file in self._files.values():
-        os.fsync(file.fileno())
+        atomic.sync_file(file)
       # While they are open: other writers remove partial files that are not. The checksums first: a
       # crash between these lines leaves none that fit both new and old files.
       os.replace(self._partial[CHECKSUMS], self.prefix + CHECKSUMS)
@@ -267,7 +267,7 @@ class IndexedWriter:
         Path(self.prefix + WEIGHTS).unlink(missing_ok=True)
       for end in (*self._hashes, ".idx"):
         os.replace(self._partial[end], self.prefix + end)
-      atomic.sync_folder(Path(self.prefix).parent)
+      retried(lambda: atomic.sync_folder(Path(self.prefix).parent))
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str, start: int) -> None:
