@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, DocumentIds, select_rows
 from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
@@ -520,9 +520,11 @@ def chunk_scores(
         )
         for channels in blocks
       ]
+      # Where registers are scarce, per token, the documents are loaded when scores are masked.
+      ids = None if per_token else gmem.documents.load_ids(at)
       wait()
       scores = ScoresOfChunk(at, factors, blocks, gmem, here, [here.q], backend)
-      _store_scores(scores, outs)
+      _store_scores(scores, outs, ids)
       return carry
 
     fetch(0)
@@ -654,8 +656,11 @@ def _selected(mask, scores, others):
   return tuple(jnp.where(mask, x, y) for x, y in zip(scores, others, strict=True))
 
 
-def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs) -> None:
-  """Computes and stores the results that are wanted, those of `outs` that are not None."""
+def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs, ids: DocumentIds | None) -> None:
+  """Computes and stores the results that are wanted, those of `outs` that are not None.
+
+  `ids`: the documents, if they are loaded already.
+  """
   smem, at, documents = chunk.smem, chunk.at, chunk.gmem.documents
   (scores,) = chunk.scores()
   for channels, f in zip(chunk.blocks, chunk.factors, strict=True):
@@ -673,7 +678,10 @@ def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs) -> None:
       total = chunk.backend.sum_rows([both.high, both.low], smem.ones)
       smem.cols.at[channels][...] = documents.keeps_state(at, jnp.exp2(total))
 
-  scores = documents.mask_scores(at, scores)
+  if ids is None:
+    scores = documents.mask_scores(at, scores)
+  else:
+    scores = jnp.where(ids.same_document(), scores, 0.0)
   smem.scores[...] = scores.astype(jnp.bfloat16)
   b, h, n = at.batch, at.head, at.chunk
   copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]
