@@ -161,10 +161,24 @@ def test_pairs_meet_at_the_start_or_where_blocks_merge():
   check(case, implementation=AMPERE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("fastest", [0.5, 2.0, 4.2, 9.0, 20.9, 60.0])
+def test_subchunks_for_ampere_are_as_long_as_the_fastest_channel_allows(fastest, bonus):
+  case = {"T": 66 if bonus else 40, "normalize": bonus, "segments": bonus, "state": bonus}
+  case = dataclasses.replace(SMALL, decay="HK", bonus=bonus, strength="ordinary", **case)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  rates = np.geomspace(1e-3, fastest, case.K)
+  inputs["log_decay"] = -np.broadcast_to(rates, inputs["log_decay"].shape)
+  check(case, inputs, AMPERE)
+
+
 def test_state_that_passes_chunks_has_a_constant_decay_s_gradient_for_ampere():
-  check(
-    dataclasses.replace(SMALL, T=66, decay="HK", strength="weak", state=True), implementation=AMPERE
-  )
+  """The fastest channel asks for subchunks of 16 tokens."""
+  case = dataclasses.replace(SMALL, T=66, decay="HK", strength="weak", state=True)
+  inputs = LINEAR_ATTENTION.inputs(case)
+  inputs["log_decay"][..., 8:] = -np.geomspace(0.1, 9.0, 8)
+  check(case, inputs, AMPERE)
 
 
 @pytest.mark.slow

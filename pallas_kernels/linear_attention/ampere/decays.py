@@ -12,9 +12,12 @@ and a score depends on nothing but the tokens between its own. So for each merge
 exponent, of the query if it is in a second half and of the key if it is in a first half. `BEFORE`
 and `AFTER` are the sums from the chunk's start and to its end, for the entering and leaving state.
 
-Where decays are slow one product serves all pairs instead, which then meet at the chunk's start:
-the factor of the query is the decay from there to i, that of the key its inverse to j, which may
-grow (`from_start`, `meet_at_start`).
+One product serves all pairs of a subchunk instead where factors may grow without overflow. Constant
+decays have subchunks of 8, 16, 32 or 64 tokens, the largest that the fastest channel allows, or
+none. Pairs meet in the middle of theirs (`level`, `in_subchunk`), and merges begin at that size.
+With decays per token the whole chunk is one, or there is none, and pairs meet at its start: the
+factor of the query is the decay from there to i, that of the key its inverse to j, which grows
+(`from_start`, `meet_at_start`).
 
 With a bonus queries read the state before the decay of their own token: sums then end before i.
 """
@@ -46,9 +49,10 @@ from pallas_kernels.core.wgmma import (
 SMALLEST_LOG_DECAY = -80.0  # exp(-80) = 2e-35: float32 sums do not notice anything smaller
 MERGES = 6  # of 1, 2, 4, ... 32 tokens, to a chunk of 64
 BEFORE, AFTER = "before", "after"
-LARGEST_LOG2 = 92.0  # of a key's factor where pairs meet at the start: bfloat16 and float32 hold it
-# The same where the decays want a gradient: pairs of tokens after t contribute to the gradients of
-# t sums that cancel, the more the decays differ between tokens.
+SUBCHUNKS = (3, 4, 5, 6)  # log2 of their tokens
+LARGEST_LOG2 = 92.0  # of a factor that grows: bfloat16 and float32 hold it
+# The same where decays per token want a gradient: pairs of tokens after t contribute to the
+# gradients of t sums that cancel, the more the decays differ between tokens.
 LARGEST_LOG2_OF_GRADIENTS = 12.0
 _LOG2_E = 1.4426950408889634
 
@@ -57,6 +61,12 @@ def merged_pairs(size: Any) -> jax.Array:
   """[C, C] bool: the pairs of query i (row) and key j that meet where halves of `size` merge."""
   i, j = iota((TILE_WIDTH,) * 2, 0), iota((TILE_WIDTH,) * 2, 1)
   return ((i ^ j) >= size) & ((i ^ j) < 2 * size) & (i > j)
+
+
+def subchunk_pairs(level: jax.Array) -> jax.Array:
+  """[C, C] bool: the pairs of query i (row) and key j < i inside a subchunk of 2^level tokens."""
+  i, j = iota((TILE_WIDTH,) * 2, 0), iota((TILE_WIDTH,) * 2, 1)
+  return ((i ^ j) < jnp.left_shift(jnp.int32(1), level)) & (i > j)
 
 
 def meet_at_start(
@@ -117,10 +127,30 @@ class ConstantDecay:
     """[C, 64]: the decay over the tokens of `which`, `BEFORE`, `AFTER` or the size of halves."""
     return jnp.exp2(self.exponent(which))
 
-  def from_start(self) -> tuple[jax.Array, jax.Array]:
-    """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key."""
-    queries = self.exponent(BEFORE)
-    return queries, queries if self._own else queries + self.log2
+  def level(self, vector_smem: Ref) -> jax.Array:
+    """int32: log2 of the tokens of a subchunk; 0 where the fastest channel allows none.
+
+    Args:
+      vector_smem: [C] float32, to be overwritten.
+    """
+    vector_smem[...] = jnp.min(self.log2, axis=1)
+    fastest = -vector_smem[0]
+    # The largest factor: of the second query of a subchunk, or of the last key but one.
+    fits = (fastest * ((1 << level) // 2 - 1) <= LARGEST_LOG2 for level in SUBCHUNKS)
+    count: Any = sum(jnp.where(fit, jnp.int32(1), 0) for fit in fits)
+    return jnp.where(count > 0, count + (SUBCHUNKS[0] - 1), 0)
+
+  def in_subchunk(self, level: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[C, 64]: the factors of queries and keys for the pairs `subchunk_pairs(level)`."""
+    size = jnp.left_shift(jnp.int32(1), level)
+    i = plgpu.broadcasted_iota(jnp.int32, (TILE_WIDTH,), 0, layout=ROW_LAYOUT)
+    query = (i & (size - 1)) - (size >> 1)  # tokens from the middle
+
+    def factor(counts):
+      exponent = broadcast_rows(counts.astype(jnp.float32), (TILE_WIDTH,) * 2) * self.log2
+      return jnp.exp2(jnp.minimum(exponent, LARGEST_LOG2))
+
+    return factor(query), factor((self._own - 1) - query)
 
   def lags(self) -> jax.Array:
     """[C, C] float32: how many tokens decay between query i and key j, of pairs i > j."""
@@ -176,7 +206,10 @@ class TokenDecay:
     return jnp.exp2(self.exponent(which))
 
   def from_start(self) -> tuple[jax.Array, jax.Array]:
-    """As `ConstantDecay.from_start`; leaves the tokens of `BEFORE` in SMEM."""
+    """[C, 64]: log2 of the decay from the chunk's start to each query, and to each key.
+
+    Leaves the tokens of `BEFORE` in SMEM.
+    """
     queries = self.exponent(BEFORE)
     return queries, queries + self.log2 if self._read_first else queries
 

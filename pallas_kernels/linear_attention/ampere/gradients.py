@@ -60,6 +60,7 @@ from pallas_kernels.linear_attention.ampere.decays import (
   decay_of_block,
   meet_at_start,
   merged_pairs,
+  subchunk_pairs,
 )
 
 C = TILE_WIDTH  # tokens of a chunk
@@ -213,10 +214,16 @@ def _channel_decay(
       whole = load_col_vector(gmem.total.at[at.batch, at.head, at.chunk, channels]) * cot.total
       acc = acc + broadcast_cols(whole, (C, C))
 
+  constant = isinstance(decay, ConstantDecay)
   limit = LARGEST_LOG2_OF_GRADIENTS if decays else LARGEST_LOG2
-  one_document = gmem.documents._replace(segment_ids=None)  # pairs of others are masked
   before = decay.exponent(BEFORE)
-  _, all_meet = meet_at_start(before, limit, at, one_document, smem.vector)
+  if constant:
+    first_merge = decay.level(smem.vector)
+    one_product: Any = jnp.minimum(first_merge, 1)
+  else:
+    one_document = gmem.documents._replace(segment_ids=None)  # pairs of others are masked
+    _, all_meet = meet_at_start(before, limit, at, one_document, smem.vector)
+    first_merge, one_product = jnp.where(all_meet, MERGES, 0), jnp.where(all_meet, 1, 0)
   d_q = zero_accumulator(C, C)
   if cot.before is not None:
     d_q = select_rows(gmem.documents.sees_entering_state(at), cot.before * jnp.exp2(before))
@@ -244,16 +251,20 @@ def _channel_decay(
     d_left = backend.dot(pairs, right) * left_factor
     return d_left, backend.dot(transpose_ref(pairs), left) * right_factor
 
-  def from_start(_, carry):
+  def in_subchunks(_, carry):
     d_q, d_k, acc = carry
-    earlier = causal_mask(C, strict=True)
-    before, keys_log2 = decay.from_start()
-    before = jnp.exp2(before)
-    d_left, d_right = through(earlier, before, jnp.exp2(jnp.minimum(-keys_log2, limit)))
-    if decays and isinstance(decay, ConstantDecay):
-      weighted = jnp.where(earlier, load_tile(smem.d_scores) * decay.lags(), 0.0)
+    if constant:
+      inside = subchunk_pairs(first_merge)
+      of_queries, of_keys = decay.in_subchunk(first_merge)
+    else:
+      inside = causal_mask(C, strict=True)
+      before, keys_log2 = decay.from_start()
+      of_queries, of_keys = jnp.exp2(before), jnp.exp2(jnp.minimum(-keys_log2, limit))
+    d_left, d_right = through(inside, of_queries, of_keys)
+    if decays and constant:
+      weighted = jnp.where(inside, load_tile(smem.d_scores) * decay.lags(), 0.0)
       d_lags = backend.dot(backend.to_lhs(weighted, pairs_smem), right_smem)
-      acc = acc + d_lags * before * queries()
+      acc = acc + d_lags * of_queries * queries()
     elif decays:
       later = queries() * d_left - keys() * d_right
       acc = decay.gradient(acc, later, BEFORE, left_smem)
@@ -271,9 +282,9 @@ def _channel_decay(
     return d_q + d_left, d_k + d_right, acc
 
   # Loops of 0 or 1: see `pallas_kernels/README.md` about `lax.cond`.
-  carry = lax.fori_loop(0, jnp.where(all_meet, 1, 0), from_start, (d_q, d_k, acc))
-  d_q, d_k, acc = lax.fori_loop(0, jnp.where(all_meet, 0, MERGES), merge, carry)
-  if decays and isinstance(decay, ConstantDecay):
+  carry = lax.fori_loop(0, one_product, in_subchunks, (d_q, d_k, acc))
+  d_q, d_k, acc = lax.fori_loop(first_merge, MERGES, merge, carry)
+  if decays and constant:
     target = outs.log_decay.at[at.batch, at.head, at.chunk, channels]
     store_unoptimized(target, jnp.sum(acc, axis=0))
   elif decays:

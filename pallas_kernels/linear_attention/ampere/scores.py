@@ -37,13 +37,16 @@ from pallas_kernels.core.wgmma import (
 )
 from pallas_kernels.linear_attention.ampere.decays import (
   AFTER,
+  BEFORE,
   LARGEST_LOG2,
   MERGES,
+  ConstantDecay,
   DecayBuffers,
   TokenDecay,
   decay_of_block,
   meet_at_start,
   merged_pairs,
+  subchunk_pairs,
 )
 
 C = TILE_WIDTH  # tokens of a chunk
@@ -135,21 +138,28 @@ def chunk_scores(
       right_smem = backend.to_lhs(keys() * right_factor, smem.right)
       return backend.dot(left_smem, transpose_ref(right_smem))
 
-    before, keys_log2 = decay.from_start()
-    meet, all_meet = meet_at_start(before, LARGEST_LOG2, at, gmem.documents, smem.vector)
-    before, open_rows = jnp.exp2(before), jnp.where(meet, jnp.float32(0.0), 1.0)
-    still_open = lambda: broadcast_rows(open_rows, (C, C)) > 0
-    pairs = product(before, jnp.exp2(jnp.minimum(-keys_log2, LARGEST_LOG2)))
-    inside = causal_mask(C, strict=True) & ~still_open()
-    scores = jnp.where(inside, scores + pairs, scores)
+    if isinstance(decay, ConstantDecay):
+      level = decay.level(smem.vector)
+      factors, inside = decay.in_subchunk(level), subchunk_pairs(level)
+      merges, among = (level, MERGES), lambda pairs: pairs
+    else:
+      before, keys_log2 = decay.from_start()
+      meet, all_meet = meet_at_start(before, LARGEST_LOG2, at, gmem.documents, smem.vector)
+      open_rows = jnp.where(meet, jnp.float32(0.0), 1.0)
+      still_open = lambda: broadcast_rows(open_rows, (C, C)) > 0
+      factors = jnp.exp2(before), jnp.exp2(jnp.minimum(-keys_log2, LARGEST_LOG2))
+      inside = causal_mask(C, strict=True) & ~still_open()
+      merges, among = (0, jnp.where(all_meet, 0, MERGES)), lambda pairs: pairs & still_open()
+    scores = jnp.where(inside, scores + product(*factors), scores)
 
     def merge(level, scores):
       size = 1 << level
       factor = decay.factor(size)
       pairs = product(factor, factor)
-      return jnp.where(merged_pairs(size) & still_open(), scores + pairs, scores)
+      return jnp.where(among(merged_pairs(size)), scores + pairs, scores)
 
-    scores = lax.fori_loop(0, jnp.where(all_meet, 0, MERGES), merge, scores)
+    scores = lax.fori_loop(*merges, merge, scores)
+    before = factors[0] if isinstance(decay, TokenDecay) else decay.factor(BEFORE)
 
     def store_decayed(target, value, rows):
       target = target.at[at.batch, at.tokens, at.head, channels]
