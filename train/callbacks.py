@@ -39,9 +39,10 @@ def made(cfg: config.Train) -> list[Callback]:
       one = functions.found(name)(**options)
       if not isinstance(one, Callback):
         raise TypeError(f"it returned {type(one).__name__}, not a train.loop.Callback")
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (Exception, SystemExit) as error:
       raise config.ConfigError(
-        f"callbacks={name!r} with the options {options} cannot be used: {error}."
+        f"callbacks={name!r} with the options {options} cannot be used:"
+        f" {functions.explained(error)}."
       ) from error
     found.append(one)
   return found

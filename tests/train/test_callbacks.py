@@ -50,6 +50,10 @@ def noting(**options):
   return Noting(**options)
 
 
+def wrong():
+  return {}["x"]
+
+
 def not_one():
   return 3
 
@@ -161,6 +165,7 @@ def test_run_without_validation_sets_has_one_text_per_evaluation(tiny):
       "callbacks='nowhere:x' with the options {} cannot be used: No modul",
     ),
     ({f"{__name__}:nothing": {}}, "cannot be used: module .* has no attribute 'nothing'"),
+    ({f"{__name__}:wrong": {}}, r"cannot be used: KeyError: 'x' \(test_callbacks.py, line \d+\)"),
     ({f"{__name__}:not_one": {}}, "it returned int, not a train.loop.Callback"),
     ({HERE: {"end": 3}}, "unexpected keyword argument 'end'"),
     ({"train.callbacks:early_stopping": {"patience": 0}}, "patience=0 must be at least 1"),

@@ -206,6 +206,10 @@ def test_learning_rate_factors_scale_and_freeze_by_name():
   np.testing.assert_allclose(got["k_conv"]["kernel"], 2 * usual["k_conv"]["kernel"], rtol=1e-6)
 
 
+def without_its_name():
+  return {}["name"]
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [
@@ -215,6 +219,10 @@ def test_learning_rate_factors_scale_and_freeze_by_name():
     ({"name": "no_such_module:f"}, "No module named 'no_such_module'"),
     ({"name": "muon", "options": {"beta7": 1}}, "unexpected keyword argument 'beta7'"),
     ({"name": "math:sqrt"}, "math:sqrt"),
+    (
+      {"name": f"{__name__}:without_its_name"},
+      "cannot be used: KeyError: 'name' (test_optimizer.py",
+    ),
     ({"name": "optax:constant_schedule", "options": {"value": 1}}, "it returned function, not an"),
     ({"ema_decay": 1.0}, "ema_decay=1.0 must be between 0 and 1"),
     ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),

@@ -3,7 +3,14 @@
 import importlib
 import os
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
+
+from lnssm_jax.files.printable import printable
+from train.messages import first_line
+
+_OURS, _IMPORTS = str(Path(__file__).parents[1]) + os.sep, f"{os.sep}importlib{os.sep}"
 
 
 def found(name: str) -> Any:
@@ -18,3 +25,15 @@ def found(name: str) -> Any:
   if (here := os.getcwd()) not in sys.path:
     sys.path.append(here)
   return getattr(importlib.import_module(module), function)
+
+
+def explained(error: BaseException) -> str:
+  """One line about what a function or its module raised, with the place in a file of the user."""
+  stack = traceback.extract_tb(error.__traceback__)
+  places = [
+    x for x in stack if not x.filename.startswith((_OURS, "<")) and _IMPORTS not in x.filename
+  ]
+  if places:
+    return f"{first_line(error)} ({Path(places[-1].filename).name}, line {places[-1].lineno})"
+  plain = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
+  return printable(str(error).partition("\n")[0], 200) if plain else first_line(error)

@@ -28,10 +28,8 @@ import itertools
 import queue
 import re
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import grain
@@ -46,7 +44,6 @@ from train.data.indexed import check_ids
 from train.data.sources import Document
 from train.data.tokenizers import Tokenizer
 from train.data.windows import endless
-from train.messages import first_line
 
 _GROUP = 1 << 16  # characters encoded at once
 _MOST_EMPTY = 1_000_000  # documents in a row
@@ -305,14 +302,8 @@ def _numbered(
 
 def _reject(what: str, error: BaseException) -> NoReturn:
   """Raises a `SourceError`, with 1 if `error` is of a network, as it may be gone later."""
-  frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_user(f.filename)]
-  place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
   code = 1 if isinstance(error, OSError) and error.filename is None else 2
-  raise SourceError(f"{what}: {first_line(error)}{place}.", code) from error
-
-
-def _is_of_user(file: str) -> bool:
-  return file not in (__file__, functions.__file__) and "importlib" not in file
+  raise SourceError(f"{what}: {functions.explained(error)}.", code) from error
 
 
 def _groups(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

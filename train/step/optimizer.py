@@ -108,9 +108,10 @@ def _direction(optimizer: config.Optimizer) -> optax.GradientTransformation:
     if not isinstance(made, optax.GradientTransformation):
       raise TypeError(f"it returned {type(made).__name__}, not an optax.GradientTransformation")
     return made
-  except (ImportError, AttributeError, TypeError, ValueError) as error:
+  except (Exception, SystemExit) as error:
     raise config.ConfigError(
-      f"optimizer.name={name!r} with optimizer.options={options} cannot be used: {error}."
+      f"optimizer.name={name!r} with optimizer.options={options} cannot be used:"
+      f" {functions.explained(error)}."
     ) from error
 
 
