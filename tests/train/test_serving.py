@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import http.client
 import json
 import logging
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -20,7 +22,7 @@ from lnssm_jax.slots import Row, Slots
 from tests.pretrained.test_chat import folder_with
 from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
-from train.data import load_tokenizer
+from train.data import DataError, load_tokenizer
 from train.serving import app, command, requests
 from train.serving.engine import Busy, Engine
 
@@ -430,3 +432,11 @@ def test_address_in_the_form_of_a_url_and_a_name_of_two_kinds_are_listened_at(mo
     with command._listening(host, 0) as listening:
       assert listening.getsockname()[0] == "127.0.0.1"
   assert asked == ["::1", "localhost"]
+
+
+def test_port_that_needs_privileges_is_named(monkeypatch):
+  denied = PermissionError(errno.EACCES, "Permission denied (while attempting to bind)")
+  monkeypatch.setattr(socket, "create_server", mock.Mock(side_effect=denied))
+  message = "--port 80: permission denied; give a port from 1024 on, as those below need privileges"
+  with pytest.raises(DataError, match=message):
+    command._listening("127.0.0.1", 80)
