@@ -172,6 +172,12 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
         f'{where}: "weight" of message {number} is {message["weight"]!r:.60}; it is 0 for a reply'
         " that is no target, and else 1."
       )
+    try:
+      json.dumps(dict(message), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+      raise DataError(
+        f"{where}: message {number} has an unpaired surrogate, which cannot be encoded. Replace it."
+      ) from None
   return [{name: x for name, x in message.items() if name != "weight"} for message in messages]
 
 

@@ -95,6 +95,8 @@ ERRORS = [
   ([HI | {"weight": 0.5}], '"weight" of message 0 is 0.5'),
   ([HI | {"content": "a<|im_end|>"}], r"message 0 spells out the special token '<\|im_end\|>'"),
   ([HI, HI], "rejects the messages: roles must alternate"),
+  ([HI | {"content": "a\ud800"}], "message 0 has an unpaired surrogate"),
+  ([HI | {"name": "a\ud800"}], "message 0 has an unpaired surrogate"),
 ]
 
 
@@ -189,6 +191,7 @@ def test_rows_of_two_answers_to_messages_become_two_documents_of_one_target_each
   for change, message in (
     ({"chosen": 1}, 'line 1, "chosen": expected a text or messages, after a list in "messages"'),
     ({"messages": "Hi"}, 'line 1, "chosen": expected a text or messages, after a list'),
+    ({"rejected": ""}, 'line 1, "rejected" is empty, but a pair has two answers; remove the row'),
     ({"rejected": [HI]}, 'line 1, "rejected": there is no reply that counts'),
     ({"rejected": [{"role": "assistant"}]}, 'line 1, "rejected": "content" of message 3 is None'),
     ({"rejected": "<|im_end|>"}, r'line 1, "rejected": message 3 spells out the special token'),

@@ -64,6 +64,8 @@ class Rows(NamedTuple):
         yield Document(text, places=places)
       for name in answers:
         place, reply = f'{where}, "{name}"', row[name]
+        if reply == "":
+          raise DataError(f"{place} is empty, but a pair has two answers; remove the row.")
         if isinstance(reply, str):
           reply = [{"role": "assistant", "content": reply}]
         if not all(isinstance(x, list) for x in (row[key], reply)):
