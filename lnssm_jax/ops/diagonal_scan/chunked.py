@@ -33,6 +33,7 @@ class _Static(NamedTuple):
   chunk_size: int
   chain: bool  # inside a chunk: token by token, or by an associative scan
   reverse: bool
+  out_dtype: jnp.dtype
 
 
 def chunked(inputs: Inputs, options: Options):
@@ -40,44 +41,51 @@ def chunked(inputs: Inputs, options: Options):
   size = options.chunk_size
   if size is None:
     size = _CPU_CHUNK_SIZE if jax.default_backend() == "cpu" else _ACCELERATOR_CHUNK_SIZE
-  return _run(_Static(size, size <= _LONGEST_CHAIN, options.reverse), inputs, options)
+  return _run(size, size <= _LONGEST_CHAIN, inputs, options)
 
 
 def associative(inputs: Inputs, options: Options):
   """`jax.lax.associative_scan` over all tokens: depth log T."""
-  return _run(_Static(inputs.x.shape[1], False, options.reverse), inputs, options)
+  return _run(inputs.x.shape[1], False, inputs, options)
 
 
-def _run(static, inputs, options):
+def _run(chunk_size, chain, inputs, options):
+  static = _Static(chunk_size, chain, options.reverse, jnp.dtype(options.out_dtype))
   keep = inputs.keep(reverse=options.reverse)
-  h = _scan(static, inputs.decay, inputs.x, inputs.state.h, keep)
-  return h.astype(options.out_dtype), DiagonalState(h[:, 0 if options.reverse else -1])
+  out, last = _scan(static, inputs.decay, inputs.x, inputs.state.h, keep)
+  return out, DiagonalState(last)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(0,))
 def _scan(static, decay, x, initial, keep):
-  """h [B, T, D] in the dtype of `initial`."""
+  """h [B, T, D] in `out_dtype`, and the last one in that of `initial`."""
+  return _states(static, decay, x, initial, keep, static.out_dtype)
 
+
+def _states(static, decay, x, initial, keep, dtype):
   def chunk(carry, by_token, _):
     decay, keep, x = by_token
     decay, x = _wide(decay, carry), x.astype(carry.dtype)
     first, last = (-1, 0) if static.reverse else (0, -1)
     x = x.at[:, first].add(_decayed(decay, keep, first, carry))
     h = _scan_chunk(decay, keep, x, chain=static.chain, reverse=static.reverse)
-    return h[:, last], (h, ())
+    return h[:, last], (h.astype(dtype), ())
 
   size, reverse = static.chunk_size, static.reverse
-  return over_chunks(chunk, initial, (decay, keep, x), size=size, reverse=reverse)[1]
+  last, h, _ = over_chunks(chunk, initial, (decay, keep, x), size=size, reverse=reverse)
+  return h, last
 
 
 def _forward(static, decay, x, initial, keep):
-  h = _scan(static, decay, x, initial, keep)
+  h, last = _states(static, decay, x, initial, keep, initial.dtype)
   # Of x the backward pass needs only the dtype, which an empty array carries.
-  return h, (decay, jnp.zeros((0,), x.dtype), initial, keep, h)
+  residuals = decay, jnp.zeros((0,), x.dtype), initial, keep, h
+  return (h.astype(static.out_dtype), last), residuals
 
 
 @jax.named_scope("diagonal_scan")
-def _backward(static, residuals, d_h):
+def _backward(static, residuals, cotangents):
+  d_h, d_last = cotangents
   decay, x_like, initial, keep, h = residuals
   other_way = static._replace(reverse=not static.reverse)
 
@@ -85,14 +93,14 @@ def _backward(static, residuals, d_h):
     decay, keep, d_h = by_token
     decay = _wide(decay, carry)
     first, last = (-1, 0) if other_way.reverse else (0, -1)
-    d_h = d_h.at[:, first].add(carry)
+    d_h = d_h.astype(carry.dtype).at[:, first].add(carry)
     next_decay, next_keep = (shift(y, static.reverse) for y in (decay, keep))
     adjoint = _scan_chunk(next_decay, next_keep, d_h, chain=static.chain, reverse=other_way.reverse)
     return _decayed(decay, keep, last, adjoint[:, last]), (adjoint, ())
 
-  nothing = vary_alike((jnp.zeros_like(initial), d_h))[0]
+  d_last = vary_alike((d_last, d_h))[0]
   size, reverse = static.chunk_size, other_way.reverse
-  adjoint = over_chunks(chunk, nothing, (decay, keep, d_h), size=size, reverse=reverse)[1]
+  adjoint = over_chunks(chunk, d_last, (decay, keep, d_h), size=size, reverse=reverse)[1]
   before = shift(h, not static.reverse, initial)
   if keep is not None:
     before = jnp.where(keep, before, 0)
