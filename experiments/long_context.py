@@ -292,6 +292,7 @@ def draw(rows: Sequence[dict[str, Any]], part: str, output: Path) -> None:
     row | {str(plot.panel): measures[row["measure"]] or row["of"]}
     for row in summary(rows)
     if row["part"] == part and row["measure"] in measures
+    if plot.x != "of" or row["of"] != "mean"
   ]
   if not found:
     raise ValueError(f"a plot of the part {part} was asked for, of which there are no rows yet.")

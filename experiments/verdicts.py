@@ -214,7 +214,13 @@ _longhorn = _books("lm_longhorn.csv", "model")
 _sse = _books("lm_sse.csv", "model")
 _lcsm = _books("lm_lcsm.csv", "code")
 
+_questions = _long("questions", "accuracy", "mean")
+_newest = _books("lm_newest.csv", "model")
+
 _PUBLISHED = ("attention", "longhorn", "mamba", "rwkv", "based", "hyena", "base_conv")
+_RECALLING = (
+  *("rwkv7", "kda", "gated_delta_net", "gated_delta_net2", "comba", "delta_product", "mamba2"),
+)
 _RECURRENCES = ("gla", "mamba2", "sse", "longhorn", "lnssm", "rwkv5")
 
 # By claim, in the order of claims.md.
@@ -235,6 +241,13 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   "LNSSM against Mamba-2": [
     *(_accuracy(("lnssm", n), ("mamba2", n)) for n in ("0", "4000")),
     _long("rouge", "rouge_l", "SciTLDR")(("lnssm", "0"), ("mamba2", "0")),
+  ],
+  "LNSSM on all 20 BABILong tasks": [
+    _questions(("lnssm", "0"), (name, "0")) for name in ("mamba2", "rwkv5", "rwkv4")
+  ],
+  "LNSSM's ROUGE-L without further training": [
+    _long("zero_shot", "rouge_l", kind)(("lnssm", "0"), ("mamba2", "0"))
+    for kind in ("asqa", "eli5", "wikilarge")
   ],
   "size of linear attention's state": [
     Difference(
@@ -279,8 +292,33 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
       for name in ("mamba", "rwkv", "based", "hyena", "base_conv")
     ),
   ],
+  "recall as published in longer rows": [
+    *(
+      Solved("mqar_published_longer.csv", {"model": name, "length": "128"})
+      for name in _PUBLISHED[:-1]
+    ),
+    Difference(
+      "mqar_published_longer.csv",
+      "test accuracy",
+      *({"model": model, "length": "128"} for model in ("longhorn", "mamba")),
+    ),
+  ],
+  "the newest mixers' recall": [
+    Solved("mqar_newest.csv", {"model": name, "length": "64"})
+    for name in (*_RECALLING, "gla", "mlstm", "mamba3")
+  ],
+  "the newest mixers as language models": _newest(
+    ("rwkv7", "mamba2"),
+    ("mamba3", "mamba2"),
+    ("mamba2", "gla"),
+    ("gated_delta_net", "gla"),
+    ("kda", "gated_delta_net"),
+    ("gated_delta_net2", "gated_delta_net"),
+    ("gla", "softmax_attention"),
+  ),
   "extrapolation from 1,024 to 32,768 tokens": [
-    _nats((name, "32768"), (name, "1024")) for name in ("longhorn", "softmax_attention")
+    _nats((name, "32768"), (name, "1024"))
+    for name in ("longhorn", "softmax_attention", "delta_net")
   ],
   "SSE as a language model": _sse(
     ("sse-n4k1", "gla"),
@@ -339,6 +377,16 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   "LCSM's state-space parameters": _lcsm(("0", "1-1-1-0")),
   "LCSM's activation in recall": [
     _recall("mqar_lcsm.csv", "code", width=width)("1-10-1-1", "1-10-1-0") for width in ("64", "128")
+  ],
+  "LCSM's rotation and activation in recall": [
+    Difference("mqar_lcsm_parts.csv", "test accuracy", {"code": code}, {"code": other})
+    for code, other in (
+      ("1-11-1-0", "1-10-1-0"),
+      ("1-11-1-0", "1-0-1-0"),
+      ("1-11-1-0", "1-2-1-0"),
+      ("1-11-1-0", "1-1-1-0"),
+      ("1-10-1-6", "1-10-1-0"),
+    )
   ],
   "LCSM's constant decays in recall": [
     _recall("mqar_lcsm.csv", "code", width=width)("1-0-1-0", "1-1-1-0") for width in ("64", "128")

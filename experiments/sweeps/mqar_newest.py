@@ -7,7 +7,8 @@ here, too: 4 pairs in 64 tokens and 8 in 128, a vocabulary of 8,192, two layers 
 with one head and without a convolution before it, at most 64 epochs of 100,000 rows. Some of the
 mixers have short convolutions of their own. Seed 0 tries three rates until one solves the task; the
 result is of seeds 1 to 3 at its best.
-Measured: nothing yet; it was not run.
+Measured: ten models with 4 pairs in 64 tokens (experiments/results/recall_published.md): all but
+GLA solve them in 3 of 3 runs, most within 195 steps.
 """
 
 import dataclasses

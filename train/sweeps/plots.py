@@ -106,7 +106,7 @@ def draw(
     axis.grid(alpha=0.3)
     if is_log:
       axis.set_xscale("log", base=10 if plot.x == "learning_rate" else 2)
-    if len(ticks) <= _MOST_TICKS and plot.x != "step":
+    if not is_number or (len(ticks) <= _MOST_TICKS and plot.x != "step"):
       axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks] if is_number else map(str, places))
     axis.minorticks_off()
     if not is_number and len(places) > 4:  # names would overlap
