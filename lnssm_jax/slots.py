@@ -12,6 +12,7 @@ memory for it: a text that begins with the same tokens is read from there.
 import collections
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -190,7 +191,8 @@ class Slots:
       size = max(size for size, _ in pieces.values())
       rows = [row for row, (padded, _) in pieces.items() if padded == size]
       if size:
-        self._extend(rows, size, [pieces[row][1] for row in rows])
+        for some in self._calls(rows):
+          self._extend(some, size, [pieces[row][1] for row in some])
         left -= size
       for row in rows:
         read, ends = self._reading[row].read, self._reading[row].ends
@@ -201,6 +203,15 @@ class Slots:
           begun.append((row, self._reading.pop(row).read))
     if begun:
       self._begin(begun)
+
+  def _calls(self, rows: list[Row]) -> Iterator[list[Row]]:
+    """Rows of one call each, of which less than half is padding."""
+    while rows:
+      count = len(rows)
+      if self._padded(count) > 2 * count:
+        count = 4 ** ((count.bit_length() - 1) // 2)
+      yield rows[:count]
+      rows = rows[count:]
 
   def _padded(self, count: int) -> int:
     """Rows of a call for `count` of them: few programs."""
@@ -304,8 +315,10 @@ class _Prefixes:
 
   def ends(self, prompt: np.ndarray, length: int) -> list[int]:
     """Places after `length` whose state may be of use again: what recent prompts share, and all."""
-    shared = max((_common(prompt, other) for other in self._recent), default=0)
-    if not any(np.array_equal(prompt, other) for other in self._recent):
+    start = prompt[:_SHORTEST_SHARED]
+    alike = [other for other in self._recent if np.array_equal(start, other[:_SHORTEST_SHARED])]
+    shared = max((_common(prompt, other) for other in alike), default=0)
+    if not any(np.array_equal(prompt, other) for other in alike):
       self._recent.append(prompt)
     ends = {shared if shared >= _SHORTEST_SHARED else 0, len(prompt)}
     return sorted(end for end in ends if end > length)

@@ -161,13 +161,20 @@ class _Choices:
     tokenizer, until = loaded.tokenizer, asked.until
     self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]
     self._news: asyncio.Queue[Drawn] = asyncio.Queue()
-    self._left = set(self._rows)
+    self._left, self._at_once = set(self._rows), not (asked.stream or asked.until)
     self.prompt_tokens, self.new_tokens = sum(len(row.prompt) for row in self._rows), 0
 
   def submit(self) -> None:
     loop = asyncio.get_running_loop()
 
+    held = {row: [] for row in self._rows}
+
     def deliver(drawn: Drawn) -> None:
+      if self._at_once:  # nobody reads a part of it
+        held[drawn.row] += drawn.tokens
+        if drawn.ended is None:
+          return
+        drawn = drawn._replace(tokens=held[drawn.row])
       with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
         loop.call_soon_threadsafe(self._news.put_nowait, drawn)
 
