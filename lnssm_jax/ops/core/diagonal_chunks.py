@@ -214,9 +214,11 @@ def _states(static, decay, lost, added, state, resets, reverse=False):
       high, low = _where(~resets[:, t], high), _where(~resets[:, t], low)
     near_one = lost[:, t] <= 0.5
     kept, low = (jnp.where(near_one, x, 0.0) for x in (high, low))
-    change = low + (jnp.where(near_one, -lost[:, t], decay[:, t]) * high + added[:, t])
+    change = jnp.where(near_one, -lost[:, t], decay[:, t]) * high + added[:, t]
+    if static.stored == high.dtype:  # else they are rounded far more
+      change = low + change
+      low = jax.lax.stop_gradient(change - (kept + change - kept))
     high = kept + change
-    low = jax.lax.stop_gradient(change - (high - kept))
     if static.one_by_one:
       # Else XLA may compute the tokens before it again for each token of the block.
       high, low = jax.lax.optimization_barrier((high, low))
