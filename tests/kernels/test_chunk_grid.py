@@ -2,14 +2,21 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lnssm_jax.ops.linear_attention import pallas
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.decay_tables import (
+  TableGradients,
+  padded_numbers,
   scalar_decay_tables,
+  token_decay_gradient,
+  token_decay_tables,
 )
+from pallas_kernels.core.wgmma import Backend
 from pallas_kernels.delta_rule import config as delta_rule
 from pallas_kernels.linear_attention import config as linear_attention
 from pallas_kernels.linear_attention.config import CHUNK
@@ -46,6 +53,40 @@ def test_scalar_decay_tables_with_documents_hold_the_reset(tokens):
   np.testing.assert_array_equal(tables.before[0, 0] > 0, sees)
   np.testing.assert_array_equal(tables.after[0, 0] > 0, reaches)
   np.testing.assert_array_equal(tables.total[0, 0] > 0, [True, False, True, False])
+
+
+def test_token_decay_kernels_equal_the_tables_of_each_document_and_their_gradient():
+  """Of a row of two documents and padding, against XLA's tables of each document apart."""
+  backend = Backend(pallas.interpreted.keywords["interpret"])
+  rng = np.random.default_rng(0)
+  cut, length, padded = 20, 45, CHUNK  # the second document follows token 20
+  log_decay = jnp.asarray(-rng.exponential(0.3, (1, length, 1)), jnp.float32)
+  ids = jnp.asarray(np.arange(padded)[None] >= cut, jnp.int32)
+  documents = DocumentBoundaries.of(ids)
+  numbers = padded_numbers(log_decay, tokens=padded)
+  tables = token_decay_tables(numbers, documents, heads=1, chunk=CHUNK, backend=backend)
+  shape = 1, 1, padded
+  later, earlier, before, after = rng.normal(size=(4, *shape)).astype(np.float32)
+  d_tables = TableGradients(later, earlier, before, after, jnp.ones((1, 1, 1)))
+  gradient = token_decay_gradient(tables, d_tables, documents, chunk=CHUNK, backend=backend)
+
+  def expected(log_decay):
+    """The tables by a loop over tokens, with masks of documents."""
+    g = jnp.pad(log_decay[0, :, 0], (0, padded - length))
+    i = np.arange(padded)
+    same = np.asarray(ids[0])[:, None] == np.asarray(ids[0])[None]
+    cumulative = jnp.where(same & (i[:, None] >= i), g, 0.0).sum(1)
+    following = jnp.where(same & (i[:, None] < i), g, 0.0).sum(1)
+    in_first = i < cut
+    return cumulative, jnp.exp(cumulative) * in_first, jnp.exp(following) * ~in_first
+
+  want, pull = jax.vjp(expected, log_decay)
+  for x, y in zip(tables, want, strict=False):
+    np.testing.assert_allclose(x[0, 0], y, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(tables.total, [[[0.0]]])
+  (wanted,) = pull((later[0, 0] - earlier[0, 0], before[0, 0], after[0, 0]))
+  got = gradient[0, 0, :length] - 1.0  # that of the sum over the chunk
+  np.testing.assert_allclose(got, wanted[0, :, 0], rtol=1e-5, atol=2e-5)
 
 
 GLA = linear_attention.Shape(8, 2048, 16, 16, 128, 128, "BTHK", False)
