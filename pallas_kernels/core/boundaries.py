@@ -13,10 +13,12 @@ and reset the recurrent state there. Three places need it, and each has one func
   token; `pack_bits` and `bit` for kernels that load them from GMEM, one word per few tokens.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
@@ -79,46 +81,69 @@ class DocumentBoundaries(NamedTuple):
     same = self.same_document(at)
     return mask if same is None else mask & same
 
-  def mask_scores(self, at: ChunkIndex, scores: jax.Array) -> jax.Array:
+  def mask_scores(
+    self, at: ChunkIndex, scores: jax.Array, states: "StateDocuments | None" = None
+  ) -> jax.Array:
     """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
-    same = self.same_document(at)
-    return scores if same is None else jnp.where(same, scores, 0.0)
+    if self.segment_ids is None:
+      return scores
+    return _in_cut(states, scores, lambda: jnp.where(self._ids(at).same_document(), scores, 0.0))
 
   def same_document(self, at: ChunkIndex) -> jax.Array | None:
     """[C, C] bool: the pairs of tokens of one document; None for all."""
-    ids = self.load_ids(at)
-    return None if ids is None else ids.same_document()
+    return None if self.segment_ids is None else self._ids(at).same_document()
 
   def load_ids(self, at: ChunkIndex) -> "DocumentIds | None":
     """Loads the documents of a chunk's tokens; None for one document."""
-    if self.segment_ids is None:
-      return None
+    return None if self.segment_ids is None else self._ids(at)
+
+  def _ids(self, at: ChunkIndex) -> "DocumentIds":
     ids = self.segment_ids.at[at.batch, at.tokens]
     return DocumentIds(load_row_vector(ids), load_col_vector(ids))
 
   def sees_entering_state(self, at: ChunkIndex) -> jax.Array | None:
-    """`StateReset.sees_entering` of a chunk; None for all tokens."""
-    reset = self.load_reset(at)
-    return None if reset is None else reset.sees_entering
+    """[C] float32, above 0 for tokens that see the state that enters the chunk; None for all."""
+    return None if self.reset_ids is None else self._of_document(at, self._entering(at))
 
   def reaches_leaving_state(self, at: ChunkIndex) -> jax.Array | None:
-    """`StateReset.reaches_leaving` of a chunk; None for all tokens."""
-    reset = self.load_reset(at)
-    return None if reset is None else reset.reaches_leaving
+    """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
+    return None if self.reset_ids is None else self._of_document(at, self._leaving(at))
 
   def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
     """The chunk's `decay` [K], 0 if no state passes the chunk: if a document begins there."""
-    reset = self.load_reset(at)
-    return decay if reset is None else reset.keeps_state(decay)
+    states = self.load_states(at)
+    return decay if states is None else states.keeps_state(decay)
 
-  def load_reset(self, at: ChunkIndex) -> "StateReset | None":
-    """Loads the documents of a chunk and of its states; None for one document."""
+  def load_states(self, at: ChunkIndex) -> "StateDocuments | None":
+    """Loads the documents of the states of a chunk; None for one document."""
     if self.reset_ids is None:
       return None
-    ids, first = self.reset_ids, at.chunk * at.size
-    entering = ids[at.batch, jnp.maximum(first - 1, 0)]  # in a row's first chunk the first one
-    of_tokens = load_row_vector(ids.at[at.batch, at.tokens])
-    return StateReset(of_tokens, entering, ids[at.batch, first + at.size - 1])
+    return StateDocuments(self._entering(at), self._leaving(at))
+
+  def select_seeing(
+    self, at: ChunkIndex, states: "StateDocuments | None", value: jax.Array
+  ) -> jax.Array:
+    """`value` [C, X], 0 for tokens that do not see the state that enters the chunk."""
+    select = lambda: select_rows(self.sees_entering_state(at), value, jnp.zeros((), value.dtype))
+    return value if states is None else _in_cut(states, value, select)
+
+  def select_reaching(
+    self, at: ChunkIndex, states: "StateDocuments | None", value: jax.Array
+  ) -> jax.Array:
+    """`value` [C, X], 0 for tokens that do not reach the state that leaves the chunk."""
+    select = lambda: select_rows(self.reaches_leaving_state(at), value, jnp.zeros((), value.dtype))
+    return value if states is None else _in_cut(states, value, select)
+
+  def _of_document(self, at: ChunkIndex, document):
+    ids = load_row_vector(self.reset_ids.at[at.batch, at.tokens])
+    return jnp.where(ids == document, jnp.float32(1.0), jnp.float32(0.0))
+
+  def _entering(self, at: ChunkIndex):
+    """The document of the state that enters the chunk, the first one in a row's first chunk."""
+    return self.reset_ids[at.batch, jnp.maximum(at.chunk * at.size - 1, 0)]
+
+  def _leaving(self, at: ChunkIndex):
+    return self.reset_ids[at.batch, at.chunk * at.size + at.size - 1]
 
   def starts_with(self, at: ChunkIndex) -> tuple[jax.Array, jax.Array] | None:
     """Whether tokens [C], and the last token, are in the document of the chunk's first token."""
@@ -140,29 +165,25 @@ class DocumentIds(NamedTuple):
     return broadcast_rows(self.rows, shape) == broadcast_cols(self.cols, shape)
 
 
-class StateReset(NamedTuple):
-  """The documents of a chunk's tokens and states, in registers."""
+class StateDocuments(NamedTuple):
+  """The documents of the states of a chunk, in registers."""
 
-  ids: jax.Array  # [C] int32
-  entering: jax.Array  # of the state that enters the chunk
-  leaving: jax.Array
-
-  @property
-  def sees_entering(self) -> jax.Array:
-    """[C] float32, above 0 for tokens that see the state that enters the chunk."""
-    return self._of(self.entering)
+  entering: jax.Array  # int32: of the state that enters the chunk
+  leaving: jax.Array  # int32: of the one that leaves it
 
   @property
-  def reaches_leaving(self) -> jax.Array:
-    """[C] float32, above 0 for tokens that reach the state that leaves the chunk."""
-    return self._of(self.leaving)
+  def cut(self) -> jax.Array:
+    """Whether a document begins in the chunk. Else all tokens are of that of both states."""
+    return self.entering != self.leaving
 
   def keeps_state(self, decay: jax.Array) -> jax.Array:
     """`DocumentBoundaries.keeps_state`."""
-    return decay * jnp.where(self.entering == self.leaving, 1.0, 0.0)
+    return decay * jnp.where(self.cut, 0.0, 1.0)
 
-  def _of(self, document):
-    return jnp.where(self.ids == document, jnp.float32(1.0), jnp.float32(0.0))
+
+def _in_cut(states: StateDocuments | None, value: jax.Array, masked: Callable[[], jax.Array]):
+  """`masked()` if a document begins in the chunk; elsewhere nobody looks at its tokens."""
+  return masked() if states is None else lax.cond(states.cut, masked, lambda: value)
 
 
 def select_rows(rows: jax.Array | None, value: jax.Array, zero: Any = 0.0) -> jax.Array:

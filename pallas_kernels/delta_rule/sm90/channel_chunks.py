@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import launch_per_chunk, shared_head, start_copies
 from pallas_kernels.core.wgmma import (
   COMPILER_PARAMS,
@@ -135,6 +135,7 @@ def decayed_chunks(
       TokenDecayFactors(log_decay.at[:, x], smem.decay.channels(x), False, backend) for x in blocks
     ]
     fill_ones_column(smem.ones)
+    documents, states = gmem.documents, gmem.documents.load_states(at)
     for number in range(len(loaded)):
       plgpu.barrier_wait(smem.arrived_barrier.at[number])
     erase_smem = smem.k if shared else smem.erase_key
@@ -147,9 +148,10 @@ def decayed_chunks(
 
     def pairs_of(key_smem):
       tiles = smem._replace(k=key_smem)
-      scores, lower = ScoresOfChunk(at, factors, blocks, gmem, tiles, queries, backend).scores()
+      chunk = ScoresOfChunk(at, factors, blocks, gmem, states, tiles, queries, backend)
+      scores, lower = chunk.scores()
       lower = lower * broadcast_rows(load_row_vector(rate), (C, C))
-      return (gmem.documents.mask_scores(at, x) for x in (scores, lower))
+      return (documents.mask_scores(at, x, states) for x in (scores, lower))
 
     if writes:
       write_scores, write_lower = pairs_of(smem.write_key)
@@ -163,22 +165,18 @@ def decayed_chunks(
 
     # Each replaces a dead tile; the erase key, where it is k itself, the right operand.
     decayed_erase_smem = smem.right if shared else smem.erase_key
-    sees = gmem.documents.sees_entering_state(at)
-    reaches = gmem.documents.reaches_leaving_state(at)
     for channels, f in zip(blocks, factors, strict=True):
       part = lambda tile, channels=channels: tile.at[:, channels]
-      scaled = lambda tile, factor, rows: select_rows(
-        rows, load_scaled(tile, factor), jnp.bfloat16(0.0)
-      )
+      scaled = lambda tile, factor, select: select(at, states, load_scaled(tile, factor))
       before = f.factor(f.signs(BEFORE))
-      part(decayed_erase_smem)[...] = scaled(part(erase_smem), before, sees)
-      part(smem.q)[...] = scaled(part(smem.q), before, sees)
+      part(decayed_erase_smem)[...] = scaled(part(erase_smem), before, documents.select_seeing)
+      part(smem.q)[...] = scaled(part(smem.q), before, documents.select_seeing)
       after = f.factor(f.signs(AFTER))
       for key_smem in (smem.k, smem.write_key) if writes else (smem.k,):
-        part(key_smem)[...] = scaled(part(key_smem), after, reaches)
+        part(key_smem)[...] = scaled(part(key_smem), after, documents.select_reaching)
       both = smem.decay.channels(channels)
       total = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
-      smem.cols.at[channels][...] = gmem.documents.keeps_state(at, total)
+      smem.cols.at[channels][...] = total if states is None else states.keeps_state(total)
     of_result = lambda ref: ref.at[at.batch, at.tokens, at.head]
     start_copies(
       [

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, StateDocuments, select_rows
 from pallas_kernels.core.chunk_grid import (
   Tiles,
   broadcast_diagonal,
@@ -104,6 +104,7 @@ class _QueryOutputs(NamedTuple):
 class _Shared(NamedTuple):
   """Values and buffers that the blocks of channels of a chunk share."""
 
+  states: StateDocuments | None  # of `key_gradient`; the other kernel has no registers for a branch
   d_rows: Any  # [C]: d, or None
   from_state: Any  # [C, 64]: the product with the state, where values come in parts; or None
   right_smem: Ref  # [C, 64]: the right operand of products
@@ -139,11 +140,11 @@ def query_gradient(
     # v is dead: dP is in registers.
     right_smem, d_scores_smem = _two_tiles(tiles.v, scratch.spare)
     d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
-    return [], _Shared(d_rows, d_before, right_smem, d_scores_smem)
+    return [], _Shared(None, d_rows, d_before, right_smem, d_scores_smem)
 
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
-    d_rows, d_before, right_smem, d_scores_smem = shared
+    _, d_rows, d_before, right_smem, d_scores_smem = shared
     f = _factors_of(inputs, at, gmem, scratch, options)
     f.choose_level(GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     z: Any = None
@@ -259,27 +260,28 @@ def key_gradient(
 
   def body(at, buffers):
     tiles, arrived, gmem, scratch, outs = buffers
+    states = gmem.documents.load_states(at)
     d_cols = None
     if gmem.d_denominator is not None:
       d_cols = load_col_vector(gmem.d_denominator.at[at.batch, at.head, at.tokens])
     d_scores, d_after = _products_over_values(tiles, arrived, tiles.v, tiles.d_out, parts, backend)
     if d_cols is not None:
       d_scores = d_scores + broadcast_cols(d_cols, d_scores.shape)
-    d_scores = gmem.documents.mask_scores(at, d_scores)
+    d_scores = gmem.documents.mask_scores(at, d_scores, states)
     copies = []
     if tiles.scores is None:
       # d_out is dead: dP is in registers.
       right_smem, d_scores_smem = _two_tiles(tiles.d_out, scratch.spare)
     else:
-      d_v = (values(at, buffers) * cot.scale).astype(jnp.bfloat16)
+      d_v = (values(at, states, buffers) * cot.scale).astype(jnp.bfloat16)
       d_v_smem = tiles.d_out  # d_out is dead: `values` was its last use
       d_v_smem[...] = d_v
       copies.append((d_v_smem, outs.v.at(at)))
       right_smem, d_scores_smem = scratch.spare.at[0], tiles.scores  # scores are dead, too
     d_scores_smem[...] = d_scores.astype(jnp.bfloat16)
-    return copies, _Shared(None, d_after, right_smem, d_scores_smem)
+    return copies, _Shared(states, None, d_after, right_smem, d_scores_smem)
 
-  def values(at, buffers):
+  def values(at, states, buffers):
     """[C, V]: dv without `scale`."""
     tiles, arrived, gmem, scratch, _ = buffers
     arrived.scores.wait()
@@ -290,8 +292,7 @@ def key_gradient(
       after = f.factor(f.signs(AFTER))
       arrived.k.wait(number)
       left = load_scaled(tiles.k.at[number], after)
-      rows = gmem.documents.reaches_leaving_state(at)
-      left = select_rows(rows, left, jnp.bfloat16(0.0))
+      left = gmem.documents.select_reaching(at, states, left)
       arrived.state.wait(number)
       pairs.append((backend.to_lhs(left, scratch.lhs, 0), tiles.state.at[number]))
       (d_v,) = backend.dots(Dots(pairs, d_v))
@@ -300,7 +301,7 @@ def key_gradient(
 
   def per_block(at, number, buffers, shared):
     tiles, arrived, gmem, scratch, outs = buffers
-    _, d_after, right_smem, d_scores_smem = shared
+    states, _, d_after, right_smem, d_scores_smem = shared
     f = _factors_of(inputs, at, gmem, scratch, options)
     f.choose_level(GRADIENT_LIMIT if decays else intra_chunk.LARGEST_LOG2)
     y: Any = None
@@ -341,7 +342,7 @@ def key_gradient(
       d_after = d_after + broadcast_cols(y, shape)
     signs = f.signs(AFTER)
     d_after = d_after * f.factor(signs)
-    d_after = select_rows(gmem.documents.reaches_leaving_state(at), d_after)
+    d_after = gmem.documents.select_reaching(at, states, d_after)
     decay_grad: Any = _DecayGradient(f, keys, right_smem) if decays else None
     if decays:
       acc = decay_grad.accumulate(acc, d_after, AFTER, signs)

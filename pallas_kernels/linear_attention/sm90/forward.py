@@ -154,7 +154,7 @@ class _DecayInPrologue(NamedTuple):
   """How the prologue decays a chunk's queries and keys."""
 
   begin: Callable  # (at, cta) -> what does not change
-  fetch: Callable  # (at, cta) -> the `StateReset` of a chunk or None, and its vectors
+  fetch: Callable  # (at, cta) -> the `StateDocuments` of a chunk or None, and its vectors
   # (fixed, vectors, at, tiles_smem, cta, wait) -> [C], the sums of rows of scores, or None
   step: Callable
 
@@ -258,19 +258,19 @@ def channel_decay_outputs(
     total = None
     if normalizer is not None:
       total = load_row_vector(cta.vectors_gmem.at[at.batch, at.head, at.tokens])
-    reset = cta.decay_gmem.documents.load_reset(at)
-    return reset, (reset, total)
+    states = cta.decay_gmem.documents.load_states(at)
+    return states, (states, total)
 
-  def step(fixed, reset_and_total, at, tiles, cta, wait):
-    reset, total = reset_and_total
-    decayed = []
+  def step(fixed, states_and_total, at, tiles, cta, wait):
+    states, total = states_and_total
+    decayed: Any = []
     if constant is not None:
-      q_decay = constant.in_chunk(intra_chunk.BEFORE, fixed[0], at, cta.decay_gmem, reset)
-      k_decay = constant.in_chunk(intra_chunk.AFTER, fixed[1], at, cta.decay_gmem, reset)
-      decayed = [(tiles.q, *q_decay), (tiles.k, *k_decay)]
+      q_decay = constant.in_chunk(intra_chunk.BEFORE, fixed[0], at, cta.decay_gmem, states)
+      k_decay = constant.in_chunk(intra_chunk.AFTER, fixed[1], at, cta.decay_gmem, states)
+      decayed = [(tiles.q, q_decay), (tiles.k, k_decay)]
     wait()
-    for tile_smem, factors, rows in decayed:
-      decay_tile(tile_smem, factors, rows)
+    for tile_smem, arguments in decayed:
+      decay_tile(tile_smem, *arguments)
     return total
 
   idle, specs = constant is None and normalizer is None, Tiles(options.config.chunk, heads)
@@ -307,12 +307,12 @@ def _outputs(
   out_type = out_type._replace(out=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16))
 
   def step(fixed, fetched, total_decay, at, tiles, cta, wait):
-    reset, vectors = fetched
+    states, vectors = fetched
     if normalizer is None:
       decaying.step(fixed, vectors, at, tiles, cta, wait)
       return None
     smem, outs = cta.normalizer_smem, cta.outs_gmem
-    decay_of_chunk = total_decay(at, reset)
+    decay_of_chunk = total_decay(at, states)
     if store_states:
       normalizer.store(smem, outs.key_sums.at[cta.number(at), at.batch, at.head, at.chunk])
     denominator = decaying.step(fixed, vectors, at, tiles, cta, wait)

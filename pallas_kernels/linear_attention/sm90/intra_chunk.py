@@ -33,7 +33,7 @@ same at every token, `TokenDecayFactors` with one per token):
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, DocumentIds, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, StateDocuments
 from pallas_kernels.core.chunk_grid import shared_head
 from pallas_kernels.core.index import ChunkIndex
 from pallas_kernels.core.wgmma import (
@@ -291,15 +291,19 @@ class TokenDecayFactors:
     self._scratch_smem, self._read_first, self._backend = scratch_smem, bool(read_first), backend
     self.level: Any = 0
 
-  def signs(self, which, reuse: Signs | None = None, among: jax.Array | None = None) -> Signs:
-    """The tokens that the exponent `which` sums over; of those `among` [C, C] bool alone."""
+  def signs(
+    self,
+    which,
+    reuse: Signs | None = None,
+    masked: Callable[[jax.Array], jax.Array] = lambda signs: signs,
+  ) -> Signs:
+    """The tokens that the exponent `which` sums over, of those that `masked` leaves."""
     # Queries that see their own token's decay meet keys at a point of time: of opposite signs.
     negative = which is KEY and not self._read_first
     which = QUERY if negative else which
     smem = self._scratch_smem.signs
     if reuse is None or reuse.which is not which:
-      signs = _signs(smem.shape[0], which, self.level, self._read_first)
-      signs = signs if among is None else jnp.where(among, signs, 0.0)
+      signs = masked(_signs(smem.shape[0], which, self.level, self._read_first))
       smem[...] = signs.astype(jnp.bfloat16)
       plgpu.commit_smem()
     return Signs(which, smem, negative)
@@ -520,11 +524,10 @@ def chunk_scores(
         )
         for channels in blocks
       ]
-      # Where registers are scarce, per token, the documents are loaded when scores are masked.
-      ids = None if per_token else gmem.documents.load_ids(at)
+      states = gmem.documents.load_states(at)
       wait()
-      scores = ScoresOfChunk(at, factors, blocks, gmem, here, [here.q], backend)
-      _store_scores(scores, outs, ids)
+      scores = ScoresOfChunk(at, factors, blocks, gmem, states, here, [here.q], backend)
+      _store_scores(scores, outs)
       return carry
 
     fetch(0)
@@ -567,12 +570,14 @@ class ScoresOfChunk:
     factors: Sequence[Any],
     blocks: Sequence[Any],
     gmem: Any,  # has `documents`, and `bonus` for constant decays
+    states: StateDocuments | None,
     smem: Any,  # has q, k, which have arrived, right, lhs and decay, as `_ScoreBuffers`
     queries: Sequence[Ref],  # [C, K]
     backend: Backend,
   ):
     self.at, self.factors, self.blocks, self.backend = at, factors, blocks, backend
     self.gmem, self.smem, self.shape = gmem, smem, (at.size, at.size)
+    self.states = states
     self.queries, self.per_token = queries, isinstance(factors[0], TokenDecayFactors)
 
   def scores(self) -> tuple[jax.Array, ...]:
@@ -631,18 +636,19 @@ class ScoresOfChunk:
     Returns:
       scores, [C] float32, 1 for such rows, and whether all are.
     """
-    at, documents = self.at, self.gmem.documents
-    before = self.factors[0].signs(BEFORE, among=documents.same_document(at))
+    at, documents, states = self.at, self.gmem.documents, self.states
+    masked = lambda signs: documents.mask_scores(at, signs, states)
+    before = self.factors[0].signs(BEFORE, masked=masked)
     sums = [f.from_start(before) for f in self.factors]
     lowest = functools.reduce(jnp.minimum, [jnp.min(queries, axis=1) for queries, _ in sums])
-    scratch_smem = self.smem.decay.largest
-    if documents.segment_ids is None:  # sums only fall
-      lowest_smem = scratch_smem.at[pl.ds(0, at.size)]
-      lowest_smem[...] = lowest
-      plgpu.commit_smem()
-      lowest_of_all = lowest_smem[at.size - 1]
-    else:
-      lowest_of_all = -_max_of_channels(-lowest, scratch_smem)
+    lowest_smem = self.smem.decay.largest.at[pl.ds(0, at.size)]
+    lowest_smem[...] = lowest
+    plgpu.commit_smem()
+    lowest_of_all = lowest_smem[at.size - 1]  # of one document: sums only fall
+    if states is not None:
+      several = jnp.where(states.cut, 1, 0)
+      of_all = lambda *_: -_max_of_channels(-lowest, self.smem.decay.largest)
+      lowest_of_all = lax.fori_loop(0, several, of_all, lowest_of_all)
     all_closed = lowest_of_all >= -LARGEST_LOG2
     closed = jnp.where(lowest >= -LARGEST_LOG2, jnp.float32(1.0), jnp.float32(0.0))
     grown = lambda keys: jnp.exp2(jnp.minimum(-keys, LARGEST_LOG2))
@@ -656,32 +662,27 @@ def _selected(mask, scores, others):
   return tuple(jnp.where(mask, x, y) for x, y in zip(scores, others, strict=True))
 
 
-def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs, ids: DocumentIds | None) -> None:
-  """Computes and stores the results that are wanted, those of `outs` that are not None.
-
-  `ids`: the documents, if they are loaded already.
-  """
-  smem, at, documents = chunk.smem, chunk.at, chunk.gmem.documents
+def _store_scores(chunk: ScoresOfChunk, outs: ScoreOutputs) -> None:
+  """Computes and stores the results that are wanted, those of `outs` that are not None."""
+  smem, at, documents, states = chunk.smem, chunk.at, chunk.gmem.documents, chunk.states
   (scores,) = chunk.scores()
   for channels, f in zip(chunk.blocks, chunk.factors, strict=True):
-    for x_smem, which, rows_of, wanted in (
-      (smem.q, BEFORE, documents.sees_entering_state, outs.q),
-      (smem.k, AFTER, documents.reaches_leaving_state, outs.k),
+    for x_smem, which, select, wanted in (
+      (smem.q, BEFORE, documents.select_seeing, outs.q),
+      (smem.k, AFTER, documents.select_reaching, outs.k),
     ):
       if wanted is not None:
         x = load_scaled(x_smem.at[:, channels], f.factor(f.signs(which)))
-        x_smem.at[:, channels][...] = select_rows(rows_of(at), x, jnp.bfloat16(0.0))
+        x_smem.at[:, channels][...] = select(at, states, x)
   plgpu.commit_smem()
   if chunk.per_token:
     for channels in chunk.blocks:
       both = smem.decay.channels(channels)
       total = chunk.backend.sum_rows([both.high, both.low], smem.ones)
-      smem.cols.at[channels][...] = documents.keeps_state(at, jnp.exp2(total))
+      decay = jnp.exp2(total)
+      smem.cols.at[channels][...] = decay if states is None else states.keeps_state(decay)
 
-  if ids is None:
-    scores = documents.mask_scores(at, scores)
-  else:
-    scores = jnp.where(ids.same_document(), scores, 0.0)
+  scores = documents.mask_scores(at, scores, states)
   smem.scores[...] = scores.astype(jnp.bfloat16)
   b, h, n = at.batch, at.head, at.chunk
   copies = [(smem.scores, outs.scores.at[b, h, at.tokens])]

@@ -12,6 +12,7 @@ reverse for the gradient of the state (a = queries, b = the cotangent of the out
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, StateReset, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries, StateDocuments
 from pallas_kernels.core.chunk_grid import (
   ChunkIndex,
   Tiles,
@@ -75,8 +76,8 @@ class ChunkDecay(NamedTuple):
   def of_chunk(self, gmem: DecayArrays) -> Callable[..., jax.Array]:
     """A function of the chunk: [K] float32, the decay of the state over it."""
 
-    def total(at, reset=None):
-      del reset  # is part of the array
+    def total(at, states=None):
+      del states  # is part of the array
       total = gmem.total
       batch = at.batch if total.shape[0] > 1 else 0
       n = at.chunk if total.shape[2] > 1 else 0
@@ -102,16 +103,16 @@ class ConstantDecay(NamedTuple):
     return DecayArrays(log_decay=self.log_decay, documents=self.documents.reset_only)
 
   def of_chunk(self, gmem: DecayArrays) -> Callable[..., jax.Array]:
-    """A function of the chunk, and of its `StateReset` if that is loaded: [K] float32, the decay of
-    the state over it."""
+    """A function of the chunk, and of its `StateDocuments` if they are loaded: [K] float32, the
+    decay of the state over it."""
     log_decay = load_row_vector(gmem.log_decay.at[lax.axis_index("head")])
     rate = jnp.maximum(log_decay, intra_chunk.SMALLEST_LOG_DECAY)
 
-    def total(at, reset=None):
+    def total(at, states=None):
       tokens = jnp.clip(self.length - at.chunk * self.chunk, 0, self.chunk).astype(jnp.float32)
       decay = jnp.exp(rate * tokens)
-      reset = gmem.documents.load_reset(at) if reset is None else reset
-      return decay if reset is None else reset.keeps_state(decay)
+      states = gmem.documents.load_states(at) if states is None else states
+      return decay if states is None else states.keeps_state(decay)
 
     return total
 
@@ -131,22 +132,23 @@ class ConstantDecay(NamedTuple):
     factors: jax.Array,
     at: ChunkIndex,
     gmem: DecayArrays,
-    reset: StateReset | None,
-  ):
-    """The arguments of `decay_tile` for a chunk: (factors, rows).
+    states: StateDocuments | None,
+  ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """The arguments of `decay_tile` for a chunk: (factors, select).
 
-    `factors`, computed again in a chunk that ends early, and a [C] vector, above 0 for tokens that
-    see the entering state or reach the leaving one; or None.
+    `factors`, computed again in a chunk that ends early, and a function of the tile's value, which
+    keeps tokens that see the entering state or reach the leaving one.
     """
-    rows = None
-    if reset is not None:
-      rows = reset.sees_entering if which is intra_chunk.BEFORE else reset.reaches_leaving
+    documents = gmem.documents
+    of_tokens = (
+      documents.select_seeing if which is intra_chunk.BEFORE else documents.select_reaching
+    )
     if which is intra_chunk.AFTER and self.length % self.chunk:
       valid = self.length - at.chunk * self.chunk
       again = jnp.where((valid > 0) & (valid < self.chunk), 1, 0)
       recompute = lambda _, x: self.factors(which, at, gmem, valid)
       factors = lax.fori_loop(0, again, recompute, factors)
-    return factors, rows
+    return factors, functools.partial(of_tokens, at, states)
 
 
 def constant_decay(
@@ -161,10 +163,11 @@ def constant_decay(
   )
 
 
-def decay_tile(tile_smem: Ref, factors: jax.Array, rows: jax.Array | None) -> None:
-  """Multiplies a tile [C, K] by its decay factors, in place; 0 in rows that are not above 0."""
-  value = load_scaled(tile_smem, factors)
-  tile_smem[...] = select_rows(rows, value, jnp.bfloat16(0.0))
+def decay_tile(
+  tile_smem: Ref, factors: jax.Array, select: Callable[[jax.Array], jax.Array]
+) -> None:
+  """Multiplies a tile [C, K] by its decay factors, in place, and selects rows."""
+  tile_smem[...] = select(load_scaled(tile_smem, factors))
 
 
 class NormalizerArrays(NamedTuple):
@@ -296,7 +299,7 @@ class ChunkPrologue(NamedTuple):
 
   begin: Callable  # (at, cta) -> what does not change
   fetch: Callable  # (at, cta) -> vectors of a chunk, loaded during the step before
-  # (fixed, fetched, total_decay, at, tiles_smem, cta, wait): `total_decay(at, reset)` is the decay
+  # (fixed, fetched, total_decay, at, tiles_smem, cta, wait): `total_decay(at, states)` is the decay
   # over the chunk, tiles are valid after `wait()`. May return a function of work that overlaps with
   # the consumers.
   step: Callable
@@ -601,16 +604,16 @@ def chunk_states(
     return None if constant is None else constant.factors(which, at, cta.decay_gmem)
 
   def fetch(at, cta):
-    reset = cta.decay_gmem.documents.load_reset(at)
-    return reset, None if weight is None else load_row_vector(at.table_row(cta.vectors_gmem))
+    states = cta.decay_gmem.documents.load_states(at)
+    return states, None if weight is None else load_row_vector(at.table_row(cta.vectors_gmem))
 
   def step(factors, fetched, total_decay, at, stage, cta, wait):
-    reset, weights = fetched
+    states, weights = fetched
     in_chunk: Any = None
     if constant is not None:
-      in_chunk = constant.in_chunk(which, factors, at, cta.decay_gmem, reset)
+      in_chunk = constant.in_chunk(which, factors, at, cta.decay_gmem, states)
     if normalizer is not None:
-      decay_of_chunk = total_decay(at, reset)
+      decay_of_chunk = total_decay(at, states)
       normalizer.load_weights(cta.normalizer_smem, cta.normalizer_gmem, at)
       if store_states:
         target = cta.outs_gmem.key_sums.at[cta.number(at), at.batch, at.head, at.chunk]
