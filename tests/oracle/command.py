@@ -103,7 +103,7 @@ def record(kind: str, names: list[str], records: dict[str, Any], commit: str) ->
   """
   makers, now = KINDS[kind](), environment()
   old = records.get(kind, {}) if len(names) < len(makers) else {}
-  if old and old["environment"] != now:
+  if old and (skipped(kind, old["environment"], now) or not exact(kind, old["environment"], now)):
     raise SystemExit(f"{kind}: recorded with {old['environment']}; record all of them, or there.")
   kept = {name: value for name, value in old.get("values", {}).items() if name in makers}
   later = {name: of for name, of in old.get("later", {}).items() if name in makers}
@@ -113,7 +113,7 @@ def record(kind: str, names: list[str], records: dict[str, Any], commit: str) ->
       later[name] = commit
     kept[name] = value
     print(kind, name, file=sys.stderr, flush=True)
-  head = {"commit": old.get("commit", commit), "environment": now}
+  head = {"commit": old.get("commit", commit), "environment": old.get("environment", now)}
   records[kind] = head | ({"later": later} if later else {}) | {"values": kept}
 
 
