@@ -43,12 +43,14 @@ OPTIONS = {
   "softmax_attention": {"max_length": 256},
   "gla": {"expand_k": 1.0},
   "gated_delta_net": {"expand_v": 1.0, "head_dim": 16},
+  "kda": {},
   "sse": {"num_partitions": 4, "num_selected": 1, "output_gate": "full", "lora_rank": 16},
 }
 # {name: (mixer of the source, pattern of the target)}
 CONVERSIONS = {
   "gla": ("softmax_attention", ("gla", "softmax_attention")),
   "gated_delta_net": ("softmax_attention", ("gated_delta_net", "softmax_attention")),
+  "kda": ("softmax_attention", ("kda", "softmax_attention")),
   "sse": ("softmax_attention", ("sse", "softmax_attention")),
   "gla_to_sse": ("gla", ("sse",)),
 }

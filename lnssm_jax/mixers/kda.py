@@ -25,7 +25,7 @@ class _ChannelDecays(DeltaBlock):
 
   def _build_all(
     self, dim, num_heads, widths, *, decay_heads, gate_rank, use_beta, allow_neg_eigval,
-    conv_size, conv_bias, norm_eps, options, gate_bias=True,
+    conv_size, conv_bias, norm_eps, options, gate_bias=True, full_gates=False,
   ):  # fmt: skip
     values, key_dim, value_dim = widths
     init = nnx.initializers.normal(0.02)
@@ -45,9 +45,10 @@ class _ChannelDecays(DeltaBlock):
     )
     rank = value_dim if gate_rank is None else check_positive("gate_rank", gate_rank)
     linear = functools.partial(Linear, kernel_init=init, **options)
-    self.decay_down_proj = linear(dim, rank)
+    rank = dim if full_gates else rank
+    self.decay_down_proj = None if full_gates else linear(dim, rank)
     self.decay_up_proj = linear(rank, decay_heads * key_dim, bias_init=step_size_bias)
-    self.gate_down_proj = linear(dim, rank)
+    self.gate_down_proj = None if full_gates else linear(dim, rank)
     self.gate_up_proj = linear(rank, values * value_dim, bias_init="zeros" if gate_bias else None)
     rate = decay_rate(options["rngs"].params(), (decay_heads,), options["param_dtype"], lowest=1.0)
     self.log_rate = nnx.Param(rate)
@@ -55,11 +56,12 @@ class _ChannelDecays(DeltaBlock):
   def _decay_logits(self, x):
     """(f + b [B, T, heads, K], exp(log_rate) [heads, 1]) in float32 at least."""
     rate = jnp.exp(wide(self.log_rate[...]))[:, None]
-    f = self.decay_up_proj(self.decay_down_proj(x))
+    f = self.decay_up_proj(x if self.decay_down_proj is None else self.decay_down_proj(x))
     return split_heads(f, rate.shape[0]), rate
 
   def _finish(self, x, y):
-    return self._sigmoid_gated(y, self.gate_up_proj(self.gate_down_proj(x)))
+    inner = x if self.gate_down_proj is None else self.gate_down_proj(x)
+    return self._sigmoid_gated(y, self.gate_up_proj(inner))
 
 
 class KDA(_ChannelDecays):
@@ -85,6 +87,7 @@ class KDA(_ChannelDecays):
       log_rate 0 at first (fla's `lower_bound` with `safe_gate`). None is the formula above.
     gate_rank: the width of W_1 x and of W_3 x; None means V, as in fla.
     gate_bias: whether there is a c; Kimi-Linear-48B has none.
+    full_gates: leaves W_1 and W_3 out: f_t = W_2 x_t + b and sigmoid(W_4 x_t + c) (Ling 3.0).
     conv_size: W, the tokens that a convolution sees; None leaves the three convolutions out.
     conv_bias: whether the convolutions have a bias.
     allow_neg_eigval: beta_t = 2 sigmoid(W_b x_t), as in `DeltaNet`.
@@ -112,6 +115,7 @@ class KDA(_ChannelDecays):
     lower_bound: float | None = None,
     gate_rank: int | None = None,
     gate_bias: bool = True,
+    full_gates: bool = False,
     conv_size: int | None = 4,
     conv_bias: bool = False,
     allow_neg_eigval: bool = False,
@@ -134,6 +138,7 @@ class KDA(_ChannelDecays):
       decay_heads=widths[0],
       gate_rank=gate_rank,
       gate_bias=gate_bias,
+      full_gates=full_gates,
       use_beta=True,
       allow_neg_eigval=allow_neg_eigval,
       conv_size=conv_size,

@@ -92,7 +92,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     kv_rank, q_rank: the widths of c_t and of the vector before W_uq; None for neither.
     use_bias: whether projections have a bias: all four, none, "qkv" or "o". With `kv_rank`, "qkv"
       are W_dkv and W_dq.
-    use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q.
+    use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q; "heads" has one
+      number per head (Ling 3.0).
     attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
       (GPT-2 and Zoology: 0.1). Such calls run in XLA's form.
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
@@ -138,7 +139,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     kv_rank: int | None = None,
     q_rank: int | None = None,
     use_bias: bool | str = False,
-    use_gate: bool = False,
+    use_gate: bool | str = False,
     attention_dropout: float = 0.0,
     num_layers: int = 1,
     dtype=jnp.float32,
@@ -195,9 +196,10 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     norm = lambda n: QK_NORMS[qk_norm](n * self.key_dim, eps=norm_eps, param_dtype=param_dtype)
     self.q_norm, self.k_norm = map(norm, heads) if qk_norm else (None, None)
     self.norms_all = qk_norm == "rms_of_all"
+    check_choice("use_gate", use_gate, (False, True, "heads"))
     gate = lambda: Linear(
       dim,
-      num_heads * self.value_dim,
+      num_heads if use_gate == "heads" else num_heads * self.value_dim,
       kernel_init=nnx.initializers.normal(0.02),
       bias_init="zeros" if use_bias in (True, "qkv") else None,
       **options,
@@ -270,7 +272,8 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     else:
       y, cache = self._read(self.latents, run, x, positions, state, segment_ids)
     if self.g_proj is not None:
-      y = wide(y) * jax.nn.sigmoid(split_heads(wide(self.g_proj(x)), self.num_heads))
+      gate = jax.nn.sigmoid(split_heads(wide(self.g_proj(x)), self.num_heads))
+      y = wide(y) * gate  # [B, T, H, V], or one per head
     out = self._output(y)
     return out if self.max_length is None else nan_beyond(out, positions, self.max_length), cache
 

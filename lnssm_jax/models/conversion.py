@@ -39,9 +39,10 @@ def replace_mixers(
   A parameter of `source` is kept where `target` has one of the same name and shape: those outside
   the layers, norms, channel mixers, and in a layer whose mixer is of the same class all of the
   mixer's. In a layer whose mixer is replaced, the projections q_proj, k_proj, v_proj and o_proj are
-  kept if their shapes are equal; of a GLA that becomes an SSE also the gates of the decays, of
-  which both kinds of partitions get a copy, the norm's scale, and with output_gate="full" W_g. All
-  other parameters are those of `target`.
+  kept if their shapes are equal; those of grouped heads of keys and values are repeated for each
+  head of queries where the target has as many. Of a GLA that becomes an SSE also the gates of the
+  decays, of which both kinds of partitions get a copy, the norm's scale, and with
+  output_gate="full" W_g. All other parameters are those of `target`.
 
   Returns:
     (`target` with the kept parameters, for each layer the names of those that are `target`'s own).
@@ -66,12 +67,13 @@ def replace_mixers(
   by_layer, own = [], []
   pairs = zip(layers.apart(source.blocks, L), layers.apart(target.blocks, L), strict=True)
   for layer, (before, after) in enumerate(pairs):
-    kinds = type(before.mixer), type(after.mixer)
     given, block = (nnx.to_pure_dict(nnx.state(b, nnx.Param)) for b in (before, after))
     names: list[str] = []
     for name in block.keys() - {"mixer"}:
       block[name] = _kept(given.get(name), block[name], f"{name} of layer {layer}")
-    block["mixer"] = _kept_of_mixer(given["mixer"], block["mixer"], kinds, names)
+    block["mixer"] = _kept_of_mixer(
+      given["mixer"], block["mixer"], before.mixer, type(after.mixer), names
+    )
     by_layer.append(block)
     own.append(sorted(names))
   new["blocks"] = _stacked(new["blocks"], by_layer)
@@ -89,19 +91,25 @@ def _kept(old: Any, new: Any, name: str) -> Any:
   return jax.tree.map(lambda a, b: a.astype(b.dtype), old, new)
 
 
-def _kept_of_mixer(old: Any, new: Any, kinds: tuple[type, type], own: list[str]) -> Any:
+def _kept_of_mixer(old: Any, new: Any, before: Any, after: type, own: list[str]) -> Any:
   """The parameters of a mixer; adds the names of those that are new to `own`."""
-  further = FURTHER.get(kinds, {})
+  further, same_class = FURTHER.get((type(before), after), {}), type(before) is after
+  groups = getattr(before, "num_kv_heads", None)
 
   def choose(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    shared = kinds[0] is kinds[1] or name.split("/")[0] in SHARED_PROJECTIONS
+    shared = same_class or name.split("/")[0] in SHARED_PROJECTIONS
     found: Any = old
     for key in further.get(name, name).split("/") if shared or name in further else ():
       found = found.get(key) if isinstance(found, dict) else None
     if found is None or isinstance(found, dict):
       own.append(name)
       return leaf
+    if groups and not same_class and name.split("/")[0] in ("k_proj", "v_proj"):
+      heads = found.reshape(*found.shape[:-1], groups, -1)
+      repeated = jnp.repeat(heads, before.num_heads // groups, axis=-2)
+      repeated = repeated.reshape(*found.shape[:-1], -1)
+      found = repeated if repeated.shape == leaf.shape else found
     # A single set of gates has an axis of memories.
     shape = leaf.shape[1:] if name in further and leaf.shape[0] == 1 else leaf.shape
     if jnp.shape(found) != shape:

@@ -254,7 +254,7 @@ def _family_for(
       fixed = ((path, table.get(explicit, path, None), x) for path, x in family.constants.items())
       lines = [f"{path}: {ours!r}, {theirs!r}" for path, ours, theirs in fixed if ours != theirs]
       lines = lines or [str(error).rstrip(".")]
-    except (ValueError, TypeError):  # of another pattern of mixers
+    except (ValueError, TypeError, LookupError):  # of another pattern of mixers
       continue
     best = lines if best is None or len(lines) < len(best) else best
   reason = f"here and there: {'; '.join(best[:4])}" if best else "no family has this mixer"
@@ -362,7 +362,9 @@ def _one(family: Family, name: str) -> str:
 
 def _without_skipped(family: Family, settings, tensors: folders.Tensors):
   """Shapes of the tensors that the model has; a tied head may be stored twice."""
-  shapes = {n: s for n, s in tensors.shapes.items() if not re.fullmatch(family.skipped, n)}
+  further = "|".join(str(settings["num_layers"] + n) for n in range(8))
+  skipped = family.skipped.replace("FURTHER", further)
+  shapes = {n: s for n, s in tensors.shapes.items() if not re.fullmatch(skipped, n)}
   head, embedding = _one(family, "head.kernel"), _embedding(family)
   if settings["tie_embeddings"] and head in shapes:
     if not np.array_equal(tensors[head], tensors[embedding]):

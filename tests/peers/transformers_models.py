@@ -3,6 +3,7 @@
 import inspect
 
 import transformers
+from transformers.models.bailing_hybrid import modeling_bailing_hybrid as bailing_hybrid
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -19,8 +20,9 @@ def patch():
   for module in (qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid):
     for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
-  for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
-    setattr(kimi_linear, name, inspect.unwrap(getattr(kimi_linear, name)))
+  for module in (kimi_linear, bailing_hybrid):
+    for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
+      setattr(module, name, inspect.unwrap(getattr(module, name)))
 
 
 def cases():
@@ -304,7 +306,29 @@ def experts_next_to_others():
     bos_token_id=1,
     eos_token_id=2,
   )
+  ling = transformers.BailingHybridConfig(
+    **common | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+    layer_group_size=3,
+    first_k_dense_replace=1,
+    head_dim=4,
+    kv_lora_rank=5,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=3,
+    v_head_dim=3,
+    rope_theta=50.0,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    n_group=3,
+    topk_group=2,
+    moe_intermediate_size=6,
+    max_position_embeddings=16,
+    num_mtp_layers=0,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+  )
   return {
+    "bailing_hybrid": (transformers.BailingHybridForCausalLM(ling), cached_steps),
     "kimi_linear": (transformers.KimiLinearForCausalLM(kimi), cached_steps),
     "lfm2_moe": (transformers.Lfm2MoeForCausalLM(lfm2), cached_steps),
     "jamba": (transformers.JambaForCausalLM(jamba), cached_steps),

@@ -12,6 +12,7 @@ from tests.pretrained.published import recorded, write
 
 CASES = ("falcon_h1", "falcon_h1_norm", "fla_rwkv7", "granitemoehybrid", "granitemoehybrid_moe")
 CASES += (
+  "bailing_hybrid",
   "jamba",
   "kimi_linear",
   "lfm2",

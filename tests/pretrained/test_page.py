@@ -48,6 +48,12 @@ def folder_of_bytes(path: Path, case: str, **config) -> None:
   """A recorded model with a vocabulary of bytes, a tokenizer and settings of generation."""
   tensors = recorded(case).tensors
   ends = {name: np.resize(x, (257, 8)) for name, x in tensors.items() if x.shape == (11, 8)}
+  if config.get("num_hidden_layers") == 4:  # of 2 that are recorded
+    ends |= {
+      re.sub(r"layers\.([01])\.", lambda m: f"layers.{int(m[1]) + 2}.", x): tensors[x]
+      for x in tensors
+      if "layers." in x
+    }
   write(path, case, dtype=np.float32, config={"vocab_size": 257, **config}, tensors=ends)
   train_bpe("bpe:257", path, ["the capital of the river"] * 3)
   (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5}))
@@ -60,6 +66,8 @@ def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   shutil.copy(ROOT / "configs" / "quickstart.py", "configs")
   folder_of_bytes(tmp_path / "mamba-130m-hf", "mamba")
   folder_of_bytes(tmp_path / "llama", "llama")
+  twice = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+  folder_of_bytes(tmp_path / "qwen3", "qwen3", **twice)
   program = {}
   blocks = blocks_of(PAGE)
   for block in blocks:
@@ -67,7 +75,10 @@ def test_program_and_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   assert program["sampling"]["temperature"] == 0.5
   assert pretrained.load("copy", dtype="bfloat16").settings["model"] == program["settings"]
   (shown,) = re.findall(r"len\(not_kept\[1\]\)\)  # (.*)", PAGE)
-  assert capsys.readouterr().out.endswith(f"{shown}\n")
+  *_, last, of_kda = capsys.readouterr().out.splitlines()
+  assert last.endswith(shown)
+  (listed,) = re.findall(r"^print\(\*sorted.*\n((?:# .*\n)+)", PAGE, re.MULTILINE)
+  assert of_kda.split() == listed.replace("#", "").split()
 
   (config,) = (block for block in blocks if "get_config" in block)
   Path("more.py").write_text(config)

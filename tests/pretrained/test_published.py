@@ -70,6 +70,7 @@ def saved_cases():
   for case in CASES:
     like_others = case.endswith(("_attn", "_norm", "_rope", "_h_biases", "_h_moe", "_latent"))
     like_others = like_others or case in (
+      "bailing_hybrid",
       "qwen3_5_moe",
       "granitemoehybrid",
       "kimi_linear",

@@ -4,7 +4,7 @@ import pytest
 
 from lnssm_jax.models import count_parameters
 from lnssm_jax.models.settings import abstract_params
-from lnssm_jax.pretrained import ExportError
+from lnssm_jax.pretrained import ExportError, hugging_face
 from lnssm_jax.pretrained.families import family_of
 
 QWEN3_NEXT = {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
@@ -78,6 +78,18 @@ KIMI |= {"rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2
 KIMI |= {"tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True}
 KIMI |= {"v_head_dim": 128, "vocab_size": 163840}
 
+# The defaults of the class of transformers, which are those of Ling-3.0-flash.
+LING = {"first_k_dense_replace": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560}
+LING |= {"intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True}
+LING |= {"kv_lora_rank": 512, "layer_group_size": 6, "max_position_embeddings": 262144}
+LING |= {"model_type": "bailing_hybrid", "moe_intermediate_size": 768, "n_group": 8}
+LING |= {"n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32}
+LING |= {"num_experts": 512, "num_experts_per_tok": 8, "num_hidden_layers": 42}
+LING |= {"num_key_value_heads": 32, "num_nextn_predict_layers": 1, "qk_nope_head_dim": 128}
+LING |= {"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 6000000.0}
+LING |= {"routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "topk_group": 4}
+LING |= {"v_head_dim": 128, "vocab_size": 157184}
+
 # {model: (its settings, its parameters / 1e9 without heads of further tokens)}
 SIZES = {
   "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.7),
@@ -85,6 +97,7 @@ SIZES = {
   "Jamba-v0.1": (JAMBA, 51.6),
   "Nemotron-3-Nano-30B-A3B": (NEMOTRON, 31.6),
   "Kimi-Linear-48B-A3B": (KIMI, 49.1),
+  "Ling-3.0-flash": (LING, 124.4),
 }
 
 
@@ -103,6 +116,7 @@ def test_published_settings_are_those_of_tables_written_again():
     settings = family.settings(config)
     again = family.config(settings)
     assert family_of(again) is family and family.settings(again) == settings, name
+    assert hugging_face.exportable(settings)["hf"] == family.name, name
   assert family_of(JAMBA | {"num_experts": 1}).settings(JAMBA | {"num_experts": 1})["mixer"] == (
     ["mamba"] * 4 + ["softmax_attention"] + ["mamba"] * 3
   )
@@ -130,6 +144,11 @@ def test_published_settings_are_those_of_tables_written_again():
       KIMI,
       {"linear_attn_config": {"kda_layers": [1]}},
       r"kda_layers=\[1\] are not the layers without",
+    ),
+    (
+      LING,
+      {"rope_scaling": {"type": "linear", "factor": 2.0}},
+      "rope_scaling={.*is not implemented",
     ),
     (NEMOTRON, {"mlp_bias": True}, "mlp_bias=True is not implemented"),
   ],

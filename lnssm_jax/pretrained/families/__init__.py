@@ -13,6 +13,7 @@ from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, 
 from lnssm_jax.pretrained.families.jamba import JAMBA, JAMBA_DENSE
 from lnssm_jax.pretrained.families.kimi_linear import KIMI_LINEAR
 from lnssm_jax.pretrained.families.lfm2 import LFM2, LFM2_MOE
+from lnssm_jax.pretrained.families.ling import LING
 from lnssm_jax.pretrained.families.llama import LLAMA
 from lnssm_jax.pretrained.families.mamba import (
   FALCON_MAMBA,
@@ -63,6 +64,7 @@ FAMILIES: tuple[Family, ...] = (
   JAMBA,
   JAMBA_DENSE,
   KIMI_LINEAR,
+  LING,
   FALCON_H1,
   *FLA,
   RWKV6,

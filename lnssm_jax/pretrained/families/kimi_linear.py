@@ -53,7 +53,8 @@ _OF_KDA = {
 }
 
 
-def _normal(config: Config) -> Config:
+def kimi_linear(config: Config) -> Config:
+  """Writes out what follows from other settings."""
   L, given = count_of_layers(config), config.pop("linear_attn_config", None) or {}
   if not isinstance(given, dict):
     raise ExportError(f"linear_attn_config={given!r:.80} is not an object.")
@@ -97,7 +98,8 @@ def _normal(config: Config) -> Config:
   return by_layers(config, [_MIXERS[x] for x in types], channels)
 
 
-def _written(config: Config) -> Config:
+def kimi_linear_written(config: Config) -> Config:
+  """The inverse of `kimi_linear`."""
   mixers, channels = (of_layers(config, x) for x in ("mixers", "channel_mixers"))
   layers = lambda kind: [i + 1 for i, x in enumerate(mixers) if x == kind]
   written: Config = {
@@ -133,20 +135,29 @@ def _latents(settings: Mapping[str, Any]) -> tuple[int, int, int]:
   return 1, rank, shared
 
 
-def swapped(widths) -> list:
-  """Both parts of [groups (a + b), D] -> [D, groups (b + a)]; `widths(settings)`: groups, a, b."""
+def swapped(widths, *, pairs: bool = False) -> list:
+  """Both parts of [groups (a + b), D] -> [D, groups (b + a)]; `widths(settings)`: groups, a, b.
+
+  With `pairs` the channels b are in pairs that are next to each other, and here b / 2 apart.
+  """
 
   def view(number: int):
     def of_settings(settings):
       groups, a, b = widths(settings)
       theirs = slice(0, a) if number == 0 else slice(a, a + b)
       ours = slice(b, a + b) if number == 0 else slice(0, b)
-      of = lambda x: np.moveaxis(x.reshape(groups, a + b, -1)[:, theirs], -1, 0)
-      return View(
-        of,
-        lambda s: (groups * (a + b), s[0]),
-        lambda x: x.reshape(x.shape[0], groups, a + b)[..., ours],
-      )
+      apart = (b // 2, 2) if pairs and number == 1 else ()
+
+      def of(x):
+        x = x.reshape(groups, a + b, -1)[:, theirs]
+        x = x.reshape(groups, *apart, x.shape[-1]) if apart else x
+        return np.moveaxis(x.swapaxes(1, 2) if apart else x, -1, 0)
+
+      def part(x):
+        x = x.reshape(x.shape[0], groups, a + b)[..., ours]
+        return x.reshape(*x.shape[:2], *apart[::-1]) if apart else x
+
+      return View(of, lambda s: (groups * (a + b), s[0]), part)
 
     return of_settings
 
@@ -159,27 +170,37 @@ def _values(settings: Mapping[str, Any]) -> tuple[tuple[int, int], int]:
 
 
 _OF_HEADS = View(lambda x: x[0, 0, :, 0], lambda s: (1, 1, *s, 1))  # [1, 1, H, 1] -> [H]
+
+
+def kda(theirs: str) -> Rows:
+  """KDA as a mixer, without the matrices of its decays and gate."""
+  return {
+    **linears("blocks.kda", theirs, **{f"{x}_proj": f"{x}_proj" for x in "qkvb"}),
+    **joined(convolution(f"blocks.kda.{x}_conv", f"{theirs}.{x}_conv1d") for x in "qkv"),
+    **norm("blocks.kda.norm", f"{theirs}.o_norm"),
+    "blocks.kda.decay_up_proj.bias": Row(f"{theirs}.dt_bias"),
+  }
+
+
+def latent_attention(theirs: str, *, pairs: bool = False) -> Rows:
+  """Latent attention as a mixer, without W_o; `pairs` as of `swapped`."""
+  ours = "blocks.softmax_attention.latents"
+  both = lambda name, widths: [Row(f"{theirs}.{name}", x) for x in swapped(widths, pairs=pairs)]
+  return {
+    "blocks.softmax_attention.q_proj.kernel": both("q_proj.weight", _queries),
+    f"{ours}.kv_down_proj.kernel": both("kv_a_proj_with_mqa.weight", _latents),
+    f"{ours}.k_up_proj.kernel": Row(f"{theirs}.kv_b_proj.weight", group(0, _values)),
+    f"{ours}.v_up_proj.kernel": Row(f"{theirs}.kv_b_proj.weight", group(1, _values)),
+    **norm(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm"),
+  }
+
+
 _KDA_ROWS: Rows = {
-  **linears("blocks.kda", _SELF, **{f"{x}_proj": f"{x}_proj" for x in "qkvob"}),
-  **joined(convolution(f"blocks.kda.{x}_conv", f"{_SELF}.{x}_conv1d") for x in "qkv"),
-  **linears("blocks.kda", _SELF, decay_down_proj="f_a_proj", decay_up_proj="f_b_proj"),
-  **linears("blocks.kda", _SELF, gate_down_proj="g_a_proj", gate_up_proj="g_b_proj"),
-  **norm("blocks.kda.norm", f"{_SELF}.o_norm"),
-  "blocks.kda.decay_up_proj.bias": Row(f"{_SELF}.dt_bias"),
+  **linears("blocks.kda", _SELF, o_proj="o_proj", gate_down_proj="g_a_proj"),
+  **linears("blocks.kda", _SELF, gate_up_proj="g_b_proj", decay_down_proj="f_a_proj"),
+  **linear("blocks.kda.decay_up_proj", f"{_SELF}.f_b_proj"),
+  **kda(_SELF),
   "blocks.kda.log_rate": Row(f"{_SELF}.A_log", _OF_HEADS),
-}
-_LATENTS = "blocks.softmax_attention.latents"
-MLA_ROWS: Rows = {
-  "blocks.softmax_attention.q_proj.kernel": [
-    Row(f"{_SELF}.q_proj.weight", view) for view in swapped(_queries)
-  ],
-  f"{_LATENTS}.kv_down_proj.kernel": [
-    Row(f"{_SELF}.kv_a_proj_with_mqa.weight", view) for view in swapped(_latents)
-  ],
-  f"{_LATENTS}.k_up_proj.kernel": Row(f"{_SELF}.kv_b_proj.weight", group(0, _values)),
-  f"{_LATENTS}.v_up_proj.kernel": Row(f"{_SELF}.kv_b_proj.weight", group(1, _values)),
-  **norm(f"{_LATENTS}.kv_norm", f"{_SELF}.kv_a_layernorm"),
-  **linear("blocks.softmax_attention.o_proj", f"{_SELF}.o_proj"),
 }
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -244,7 +265,8 @@ KIMI_LINEAR = Family(
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.post_attention_layernorm")
   | _KDA_ROWS
-  | MLA_ROWS
+  | latent_attention(_SELF)
+  | linear("blocks.softmax_attention.o_proj", f"{_SELF}.o_proj")
   | linears("blocks.channel_mixer", f"{LAYER}.mlp", **_MLP)
   | linears("blocks.channel_mixer.shared", f"{_EXPERTS}.shared_experts", **_MLP)
   | linear("blocks.channel_mixer.router", f"{_EXPERTS}.gate")
@@ -255,8 +277,8 @@ KIMI_LINEAR = Family(
     )
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
   },
-  normal=_normal,
-  written=_written,
+  normal=kimi_linear,
+  written=kimi_linear_written,
   renamed={
     "max_position_embeddings": "model_max_length",
     "n_group": "num_expert_group",

@@ -103,7 +103,8 @@ class Family:
     normal: config.json with every setting that follows from others in its own field; it also
       checks what one field cannot.
     written: the inverse of `normal`, where it has one: for theirs, what `normal` is given.
-    skipped: regular expression of tensors that follow from the config.
+    skipped: regular expression of tensors that follow from the config or are left out; FURTHER in
+      it stands for the numbers of layers after the last.
     older_tensors: {part of a tensor's name in older files: today's}.
     other_rows: rows that files may have in place of those of `rows`; they are only read.
     has: whether a config.json of this `model_type` is of this table, where there are several.
