@@ -75,6 +75,20 @@ def test_settings_of_yarn_llama_2_and_falcon_3_are_read():
     family.settings(config | {"activation": "gelu"})
 
 
+def test_settings_of_qwen_2_5_falcon_h1_and_nemotron_h_that_repeat_the_class_are_read():
+  """Fields of their published config.json files that no class of transformers has."""
+  for case, name, value, other in (
+    ("qwen2", "use_mrope", False, True),
+    ("falcon_h1", "mamba_use_mlp", True, False),
+    ("nemotron_h", "rms_norm_eps", 1e-5, 1e-6),
+  ):
+    config = folders.plain(recorded(case).config)
+    family = family_of(config)
+    assert family.settings(config | {name: value}) == family.settings(config)
+    with pytest.raises(ExportError, match=f"{name}={other}"):
+      family.settings(config | {name: other})
+
+
 @functools.cache
 def defaults() -> dict[str, list[dict]]:
   return json.loads((GOLDEN / "defaults.json").read_text())

@@ -5,6 +5,7 @@ from typing import Any
 
 from lnssm_jax.pretrained.families.fields import (
   Config,
+  Fixed,
   count_of_layers,
   flag,
   number,
@@ -78,6 +79,8 @@ def _dense(name: str, **changes: Any) -> Family:
 
 QWEN2 = _dense(
   "qwen2",
+  # Saved with Qwen2.5; rotations of three axes are of its models of images.
+  fields={"use_mrope": Fixed(False, written=False)},
   constants={"mixer_options.use_bias": "qkv"},
   normal=_normal(32768, 32),
   written=_windows_written,

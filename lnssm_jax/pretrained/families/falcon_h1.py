@@ -7,6 +7,7 @@ from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Field,
+  Fixed,
   choice,
   flag,
   free,
@@ -146,6 +147,7 @@ FALCON_H1 = Family(
     "mamba_proj_bias": flag(f"{_MAMBA}.use_bias", False),
     "min_step": number(f"{_MAMBA}.min_step"),
     "max_step": number_or_none(f"{_MAMBA}.max_step"),
+    "mamba_use_mlp": Fixed(True, written=False),  # the published files have it
     **free("of the width of Mamba-2, which mamba_d_ssm says", "mamba_expand"),
     **free("another way to compute the same", "mamba_chunk_size"),
     **free("of random parameters", "time_step_floor", "time_step_max", "time_step_min"),
