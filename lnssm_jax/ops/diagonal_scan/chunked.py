@@ -124,9 +124,10 @@ def _scan_chunk(decay, keep, x, *, chain, reverse):
   if chain:
     return _chain(decay, keep, x, reverse)
   if decay.shape[1] == 1:
-    flip = (lambda y: y if y is None else jnp.flip(y, 1)) if reverse else (lambda y: y)
+    flip = (lambda y: jnp.flip(y, 1)) if reverse else (lambda y: y)
     powers = binary_powers(decay, x.shape[1].bit_length())
-    return flip(scan_constant_decay(powers, flip(keep), flip(x)))
+    keep = None if keep is None else flip(keep)
+    return flip(scan_constant_decay(powers, keep, flip(x)))
   if keep is None:
 
     def combine(left, right):
