@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import DataError
+from train.data import DataError, packing
 from train.data.windows import TokenWindows, eval_batches, train_batches
 
 KEYS = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights": "float32"}
@@ -320,3 +320,7 @@ def test_windows_invalid_arguments_named(source, write_pair):
     next(eval_batches(source, 0))
   with pytest.raises(DataError, match=r"absent.idx does not exist"):
     TokenWindows("absent", 8, 10)
+
+
+def test_best_fit_takes_the_largest_first_and_the_fullest_window():
+  assert packing.best_fit([2, 5, 3, 4, 1], room=6) == [[1, 4], [3, 0], [2]]

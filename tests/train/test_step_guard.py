@@ -198,3 +198,10 @@ def test_step_guard_statistics_match_definition(monkeypatch):
     assert step_guard.is_spike(seen, loss, grad_norm, 3.0) == expected
   few = seen | {"count": jnp.int32(7)}
   assert not step_guard.is_spike(few, jnp.float32(99), jnp.float32(99), 3.0)
+
+
+def test_step_without_targets_neither_counts_as_a_failure_nor_ends_a_row_of_them():
+  count = lambda tokens, skipped: step_guard.count_failures(
+    jnp.array([2, 4]), {"tokens": jnp.float32(tokens), "skipped": jnp.int32(skipped)}
+  )
+  assert [count(*step).tolist() for step in ((0, 1), (8, 1), (8, 0))] == [[2, 4], [3, 4], [0, 4]]
