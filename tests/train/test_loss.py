@@ -1,6 +1,7 @@
 """The chunked loss against a direct computation in float64, and its memory."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -178,10 +179,21 @@ def test_loss_bfloat16_accumulates_in_float32():
   assert abs(float(sums.nats) / nats - 1) < 1e-6  # exact products, float32 sums
   assert largest_error(got_d_hidden, d_hidden) < 2**-7
   assert largest_error(got_d_head, d_head) < 2**-8
-  text = str(jax.make_jaxpr(lambda *a: loss_and_gradients(a, chunk=9))(*args))
+  traced = jax.jit(lambda *a: loss_and_gradients(a, chunk=9)).trace(*args)
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
   products = [line for line in text.splitlines() if "dot_general" in line]
   assert len(products) == 3  # logits once, and one per gradient
-  assert text.count("preferred_element_type=float32") == 3
+  for line in products:
+    assert re.search(r": \(tensor<\w+bf16>, tensor<\w+bf16>\) -> tensor<\w+f32>", line)
+
+
+def test_loss_gradient_of_a_tied_bfloat16_head_runs_on_a_cpu():
+  _, _, targets, weights = inputs(8)
+  hidden = jnp.asarray(inputs(8)[0], jnp.bfloat16)
+  tied = lambda x: next_token_loss(hidden, x.T, targets, weights).nats
+  head = inputs(8)[1].astype(jnp.bfloat16).astype(np.float32)
+  want = direct(hidden, head, targets, weights)[3].T
+  assert largest_error(jax.jit(jax.grad(tied))(head.T), want) < 2**-8
 
 
 def test_loss_bfloat16_rounds_each_gradient_once():

@@ -173,7 +173,7 @@ def _forward(static, hidden, head, targets, weights):
     nats, penalty, d_head = carry
     h, terms = _terms(static, head.shape[1], matrix, *xs, gradient=True)
     d_hidden = product("bcv,dv->bcd", terms.d_logits, matrix).astype(h.dtype)
-    d_head = d_head + product("bcd,bcv->dv", h, terms.d_logits)
+    d_head = d_head + _head_gradient(h, terms.d_logits)
     return (nats + terms.nats.sum(), penalty + terms.penalty.sum(), d_head), d_hidden
 
   zero = jnp.zeros((), jnp.float32)
@@ -182,6 +182,13 @@ def _forward(static, hidden, head, targets, weights):
   (nats, penalty, d_head), d_hidden = jax.lax.scan(body, tuple(start), chunks)
   d_head = d_head[:, : head.shape[1]].astype(head.dtype)
   return (nats, penalty), (_joined_time(d_hidden, hidden.shape[1]), d_head)
+
+
+def _head_gradient(hidden, d_logits):
+  """[D, vocab] float32. XLA's CPU rejects its transpose, of a tied head, for bfloat16 operands."""
+  product = functools.partial(jnp.einsum, "bcd,bcv->dv", preferred_element_type=jnp.float32)
+  wide = lambda *xs: product(*(x.astype(jnp.float32) for x in xs))
+  return jax.lax.platform_dependent(hidden, d_logits, cpu=wide, default=product)
 
 
 def _backward(static, gradients, cotangents):
