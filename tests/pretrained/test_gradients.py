@@ -23,7 +23,7 @@ CASES += (
 )
 CASES += ("olmo_hybrid", "olmo_hybrid_rope")
 CASES += ("qwen3_5_text", "qwen3_next", "qwen3_next_moe")
-STEP = 1e-5
+STEP = 1e-6
 
 
 def loss_of(settings):

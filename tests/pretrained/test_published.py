@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,15 @@ def test_settings_of_images_and_of_further_tokens_change_no_text_model():
   assert family.settings(config | published) == usual
   with pytest.raises(ExportError, match="attn_output_gate=False is not implemented"):
     family.settings(config | {"attn_output_gate": False})
+
+
+def test_layer_of_further_tokens_of_ling_is_left_out():
+  config = recorded("bailing_hybrid").config
+  family, number = family_of(config), config["num_hidden_layers"]
+  names = [f"model.layers.{number + n}.eh_proj.weight" for n in (-1, 0)]
+  tensors = types.SimpleNamespace(shapes=dict.fromkeys(names, (2, 2)))
+  kept = hugging_face._without_skipped(family, family.settings(config), tensors)
+  assert list(kept) == names[:1]
 
 
 def test_experts_of_qwen3_5_in_a_tensor_each_are_the_same_model(tmp_path):
