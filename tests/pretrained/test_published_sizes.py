@@ -1,11 +1,20 @@
 """Settings as published models have them, in their full sizes: the parameters that they give."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lnssm_jax.models import count_parameters
 from lnssm_jax.models.settings import abstract_params
 from lnssm_jax.pretrained import ExportError, hugging_face
 from lnssm_jax.pretrained.families import family_of
+
+ROOT = Path(__file__).parents[2]
 
 QWEN3_NEXT = {"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256}
 QWEN3_NEXT |= {"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120}
@@ -156,3 +165,53 @@ def test_published_settings_are_those_of_tables_written_again():
 def test_settings_that_are_not_implemented_are_named(config, change, message):
   with pytest.raises(ExportError, match=message):
     family_of(config | change).settings(config | change)
+
+
+PLAN = """
+from train.config import Data, Mesh, Optimizer, Sample, Train, published_model
+
+
+def get_config():
+  return Train(
+    model=published_model("Kimi-Linear-48B-A3B", max_length=4096, dtype="bfloat16", remat="full"),
+    optimizer=Optimizer(peak_lr=1e-5, final_lr=1e-6, schedule="cosine"),
+    data=Data(folder="data/text", tokenizer="bytes", train=("train",)),
+    mesh=Mesh(data=1, fsdp=8, expert=8),
+    run_dir="runs/kimi",
+    seq_len=4096,
+    global_batch=64,
+    steps=100,
+    eval_every=100,
+    checkpoint_every=100,
+    sample=Sample(tokens=0),
+  )
+"""
+
+
+@pytest.mark.slow
+def test_dry_run_of_kimi_linear_on_64_devices_prints_their_state_before_it_compiles(tmp_path):
+  """The command of docs/sharding.md, in a process with as many devices, up to its compiler."""
+  folder = tmp_path / "Kimi-Linear-48B-A3B"
+  folder.mkdir()
+  (folder / "config.json").write_text(json.dumps(KIMI))
+  (tmp_path / "kimi.py").write_text(PLAN)
+  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-u", "-m", "train", "fit", "--config", "kimi.py", "--dry-run"]
+  command += ["--set", "compile_cache=None"]
+  environment = os.environ | flags | {"PYTHONPATH": str(ROOT)}
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+  with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
+    lines = []
+    for line in process.stdout:
+      lines.append(line)
+      if line.startswith("state"):
+        break
+    process.kill()
+  output = "".join(lines)
+  assert "49,122,681,728 parameters, of which a token uses 3,484,459,904" in output
+  assert "exportable  by --layout hf (kimi_linear)" in output
+  # Parameters and two moments in float32; `fsdp` shards all, `expert` the experts of 26 layers.
+  experts = 26 * KIMI["num_experts"] * 3 * KIMI["hidden_size"] * KIMI["moe_intermediate_size"]
+  want = 12 * (experts / 64 + (49_122_681_728 - experts) / 8) / 2**30
+  found = re.search(r"state +([0-9.]+) GiB per device", output)
+  assert found and abs(float(found[1]) - want) < 0.02

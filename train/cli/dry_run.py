@@ -3,6 +3,7 @@
 Reads no text, initializes no parameters, and writes only programs, for the first start of the run.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -45,7 +46,8 @@ def describe(cfg: config.Train) -> None:
       console.say(f"bucket      {cfg.run_dir}, {len(Bucket(cfg.run_dir).files())} files")
     run_summary.devices(console, mesh)
     check_length(cfg.model, "seq_len", cfg.seq_len)
-    params = abstract_state(cfg, mesh)["params"]
+    state = abstract_state(cfg, mesh)
+    params = state["params"]
     for line in preflight.missing(cfg):
       console.say(f"missing     {line}")
     console.say(f"model       {run_summary.describe(cfg.model, params)}")
@@ -54,6 +56,10 @@ def describe(cfg: config.Train) -> None:
     console.say(f"exportable  {f'by --layout {others}' if others else 'in our own layout only'}")
     if cfg.optimizer.weight_decay:
       console.say(f"decay       {weight_decay(cfg.optimizer.weight_decay, params)}")
+    sizes = (
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)
+    )
+    console.say(f"state       {memory.amount(sum(sizes))} per device: parameters and optimizer")
     compiled = compile_step(cfg, model_graph(cfg.model), mesh, None, console)
   if (limit := memory.available(mesh)) is not None:
     console.say(f"available   {memory.amount(limit)} on each device")
