@@ -71,8 +71,6 @@ def test_second_derivative_equals_that_of_the_reference(name):
 
 WITHOUT_SECOND_DERIVATIVES = (
   ("delta_rule", "chunked"),
-  ("diagonal_scan", "chunked"),
-  ("diagonal_scan", "associative"),
   ("long_convolution", "associative"),
   ("sparse_state_attention", "chunked"),
   ("sparse_state_attention", "associative"),

@@ -84,7 +84,7 @@ def test_batches_of_a_mixture_do_not_depend_on_processes(mixed):
     with (
       mock.patch.object(trainer.distributed, "local_rows", lambda *_: rows),
       mock.patch.object(trainer.distributed, "to_devices", lambda batch, *_: batch),
-      contextlib.closing(trainer._batches(windows, cfg, mesh, 3, None)) as batches,
+      contextlib.closing(trainer._batches(windows, cfg, mesh, 3, None, None)) as batches,
     ):
       feed = trainer._feed(batches, cfg, mesh)
       return [next(feed) for _ in range(5)]

@@ -49,6 +49,8 @@ def _normal(config: Config) -> Config:
   safe, bound = config.pop("kda_safe_gate", True), config.pop("kda_lower_bound", -5.0)
   if not isinstance(safe, bool):
     raise ExportError(f"kda_safe_gate={safe!r:.80} must be bool.")
+  if not isinstance(bound, float):
+    raise ExportError(f"kda_lower_bound={bound!r:.80} must be a float.")
   config = rotary(kimi_linear(usual | config), usual_length=262144, default=6e6)
   return config | {"lower_bound": bound if safe else None}
 
