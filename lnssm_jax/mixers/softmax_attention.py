@@ -95,7 +95,7 @@ class SoftmaxAttention(QKVMixer[AttentionState]):
     use_gate: whether sigmoid(W_g x_t) multiplies y_t, with a bias as that of q; "heads" has one
       number per head (Ling 3.0).
     attention_dropout: the rate at which probabilities p_tj are dropped in a call with `dropout_key`
-      (GPT-2 and Zoology: 0.1). Such calls run in XLA's form.
+      (GPT-2 and Zoology: 0.1).
     num_layers: of the model, for the initial W_o (see `QKVMixer`).
     dtype: of the projections, of q, k, v and of the cache; scores, softmax and sums are float32.
     param_dtype: of the parameters.

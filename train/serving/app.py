@@ -166,7 +166,6 @@ class _Choices:
 
   def submit(self) -> None:
     loop = asyncio.get_running_loop()
-
     held = {row: [] for row in self._rows}
 
     def deliver(drawn: Drawn) -> None:

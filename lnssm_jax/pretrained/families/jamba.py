@@ -24,10 +24,10 @@ from lnssm_jax.pretrained.families.fields import (
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, by_layers, of_layers, pattern
 from lnssm_jax.pretrained.families.llama import LAYER, SILU, SIZES, TOP, whole_heads
 from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
   Family,
   Row,
   convolution,
+  experts,
   linear,
   linears,
   norm,
@@ -36,6 +36,7 @@ from lnssm_jax.pretrained.manifest import ExportError
 
 _MAMBA, _CHANNEL = "mixer_options.mamba", "channel_mixer_options"
 _MIXER, _MLP = f"{LAYER}.mamba", f"{LAYER}.feed_forward"
+_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _every(config: Config, name: str, period: int, offset: int) -> list[bool]:
@@ -133,7 +134,7 @@ JAMBA_DENSE = Family(
   | norm("norm", "model.final_layernorm")
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.pre_ff_layernorm")
-  | linears("blocks.channel_mixer", _MLP, gate="gate_proj", up="up_proj", down="down_proj")
+  | linears("blocks.channel_mixer", _MLP, **_PARTS)
   | linears(
     "blocks.softmax_attention", f"{LAYER}.self_attn", **{f"{x}_proj": f"{x}_proj" for x in "qkvo"}
   )
@@ -166,12 +167,7 @@ JAMBA = dataclasses.replace(
   | {f"{_CHANNEL}.moe.normalize_weights": False},
   rows=JAMBA_DENSE.rows
   | linear("blocks.channel_mixer.router", f"{_MLP}.router")
-  | {
-    f"blocks.channel_mixer.experts.{x}.kernel": Row(
-      f"{_MLP}.experts.{{}}.{x}_proj.weight", TRANSPOSED
-    )
-    for x in ("gate", "up", "down")
-  },
+  | experts(_MLP, **_PARTS),
   normal=_with_experts,
   has=_has_experts,
 )

@@ -24,12 +24,12 @@ from lnssm_jax.pretrained.families.fields import (
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, by_layers, group, of_layers
 from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP
 from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
   Family,
   Row,
   Rows,
   View,
   convolution,
+  experts,
   joined,
   linear,
   linears,
@@ -271,12 +271,7 @@ KIMI_LINEAR = Family(
   | linears("blocks.channel_mixer.shared", f"{_EXPERTS}.shared_experts", **_MLP)
   | linear("blocks.channel_mixer.router", f"{_EXPERTS}.gate")
   | {"blocks.channel_mixer.router_bias": Row(f"{_EXPERTS}.gate.e_score_correction_bias")}
-  | {
-    f"blocks.channel_mixer.experts.{ours}.kernel": Row(
-      f"{_EXPERTS}.experts.{{}}.{theirs}.weight", TRANSPOSED
-    )
-    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-  },
+  | experts(_EXPERTS, gate="w1", up="w3", down="w2"),
   normal=kimi_linear,
   written=kimi_linear_written,
   renamed={

@@ -29,10 +29,10 @@ from lnssm_jax.pretrained.families.hybrids import (
 )
 from lnssm_jax.pretrained.families.llama import LAYER, TOP
 from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
   Family,
   Row,
   convolution,
+  experts,
   linear,
   linears,
   norm,
@@ -198,12 +198,7 @@ LFM2_MOE = dataclasses.replace(
   rows=LFM2.rows
   | linear("blocks.channel_mixer.router", f"{_EXPERTS}.gate")
   | {"blocks.channel_mixer.router_bias": Row(f"{_EXPERTS}.expert_bias")}
-  | {
-    f"blocks.channel_mixer.experts.{ours}.kernel": Row(
-      f"{_EXPERTS}.experts.{{}}.{theirs}.weight", TRANSPOSED
-    )
-    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-  },
+  | experts(_EXPERTS, gate="w1", up="w3", down="w2"),
   normal=_with_experts,
   written=_with_experts_written,
 )

@@ -27,7 +27,7 @@ from lnssm_jax.pretrained.families.kimi_linear import (
   latent_attention,
 )
 from lnssm_jax.pretrained.families.llama import LAYER, TOP, rotary
-from lnssm_jax.pretrained.families.table import TRANSPOSED, Row, linear, linears
+from lnssm_jax.pretrained.families.table import Row, experts, linear, linears
 from lnssm_jax.pretrained.manifest import ExportError
 
 _KDA, _MOE = "mixer_options.kda", "channel_mixer_options.moe"
@@ -44,8 +44,10 @@ def _normal(config: Config) -> Config:
   if config.get("layer_types") is None:
     kinds = ("linear_attention", "full_attention")
     config["layer_types"] = [kinds[(i + 1) % every == 0] for i in range(L)]
-  usual = {"linear_head_dim": config.pop("head_dim"), "linear_conv_kernel_dim": 4}
-  usual["linear_conv_kernel_dim"] = config.pop("short_conv_kernel_size", 4)
+  usual = {
+    "linear_head_dim": config.pop("head_dim"),
+    "linear_conv_kernel_dim": config.pop("short_conv_kernel_size", 4),
+  }
   safe, bound = config.pop("kda_safe_gate", True), config.pop("kda_lower_bound", -5.0)
   if not isinstance(safe, bool):
     raise ExportError(f"kda_safe_gate={safe!r:.80} must be bool.")
@@ -117,12 +119,7 @@ LING = dataclasses.replace(
   | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_experts", **_PARTS)
   | linear("blocks.channel_mixer.router", f"{_MLP}.gate")
   | {"blocks.channel_mixer.router_bias": Row(f"{_MLP}.gate.expert_bias")}
-  | {
-    f"blocks.channel_mixer.experts.{ours}.kernel": Row(
-      f"{_MLP}.experts.{{}}.{theirs}.weight", TRANSPOSED
-    )
-    for ours, theirs in _PARTS.items()
-  },
+  | experts(_MLP, **_PARTS),
   normal=_normal,
   written=_written,
   renamed=KIMI_LINEAR.renamed | {"num_mtp_layers": "num_nextn_predict_layers"},

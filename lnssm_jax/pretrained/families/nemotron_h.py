@@ -29,6 +29,7 @@ from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
   Family,
   Row,
+  experts,
   linear,
   linears,
   norm,
@@ -233,12 +234,7 @@ NEMOTRON_H_MOE = dataclasses.replace(
     "blocks.channel_mixer.shared", f"{_MIXER}.shared_experts", up="up_proj", down="down_proj"
   )
   | {"blocks.channel_mixer.router_bias": Row(f"{_MIXER}.gate.e_score_correction_bias")}
-  | {
-    f"blocks.channel_mixer.experts.{x}.kernel": Row(
-      f"{_MIXER}.experts.{{}}.{x}_proj.weight", TRANSPOSED
-    )
-    for x in ("up", "down")
-  },
+  | experts(_MIXER, up="up_proj", down="down_proj"),
   renamed=NEMOTRON_H.renamed | {"num_local_experts": "n_routed_experts"},
   has=_has_experts,
 )

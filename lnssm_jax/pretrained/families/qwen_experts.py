@@ -28,7 +28,7 @@ from lnssm_jax.pretrained.families.hybrids import (
   qwen3_next_written,
 )
 from lnssm_jax.pretrained.families.llama import LAYER
-from lnssm_jax.pretrained.families.table import TRANSPOSED, Family, Row, Rows, View, linear, linears
+from lnssm_jax.pretrained.families.table import Family, Row, Rows, View, experts, linear, linears
 
 _MLP, _MOE = f"{LAYER}.mlp", "channel_mixer_options"
 _DENSE = ("intermediate_size", "moe_intermediate_size", "norm_topk_prob")
@@ -51,12 +51,8 @@ def fused(number: int) -> View:
 
 SWAPPED = View(lambda x: x.swapaxes(1, 2), lambda s: (s[0], s[2], s[1]))
 
-_EACH: Rows = {  # a tensor per expert
-  f"blocks.channel_mixer.experts.{x}.kernel": Row(
-    f"{_MLP}.experts.{{}}.{x}_proj.weight", TRANSPOSED
-  )
-  for x in ("gate", "up", "down")
-}
+_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_EACH = experts(_MLP, **_PARTS)  # a tensor per expert
 _TOGETHER: Rows = {
   "blocks.channel_mixer.experts.gate.kernel": Row(f"{_MLP}.experts.gate_up_proj", fused(0)),
   "blocks.channel_mixer.experts.up.kernel": Row(f"{_MLP}.experts.gate_up_proj", fused(1)),
@@ -65,13 +61,7 @@ _TOGETHER: Rows = {
 _SHARED = (
   linear("blocks.channel_mixer.router", f"{_MLP}.gate")
   | linear("blocks.channel_mixer.shared_gate", f"{_MLP}.shared_expert_gate")
-  | linears(
-    "blocks.channel_mixer.shared",
-    f"{_MLP}.shared_expert",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-  )
+  | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_expert", **_PARTS)
 )
 
 

@@ -78,6 +78,16 @@ def linears(ours: str, theirs: str, **names: str) -> Rows:
   return joined(linear(f"{ours}.{mine}", f"{theirs}.{name}") for mine, name in names.items())
 
 
+def experts(theirs: str, **names: str) -> Rows:
+  """Layers ours=theirs of the experts of a module, each with tensors of its own."""
+  return {
+    f"blocks.channel_mixer.experts.{mine}.kernel": Row(
+      f"{theirs}.experts.{{}}.{name}.weight", TRANSPOSED
+    )
+    for mine, name in names.items()
+  }
+
+
 def joined(rows: Iterable[Rows]) -> Rows:
   """The rows of all."""
   return {name: row for some in rows for name, row in some.items()}
