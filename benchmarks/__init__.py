@@ -2,7 +2,7 @@
 
 Speed on a GPU, next to other libraries:
 
-    kernels, scan_kernels    one op, forward and backward (peers: kernel_peers, scan_peers)
+    scan_kernels             one op, forward and backward (peers: scan_peers)
     decode                   one op, one token
     model_step               a training step of a whole model (peers: model_peers)
     mixers                   the same for every mixer, in one model
@@ -19,6 +19,5 @@ Without a GPU, by XLA's compiler for a described one (`described`):
 On a CPU: `scans` (time, memory), `numerics` and `limits` (errors), `load_pretrained`.
 Quality: `conversion`; of trained models: `experiments`.
 
-`csv_rows`, `kernel_cases`, `turns` and the peers are parts of
-these; `plot_kernels` draws a table.
+`csv_rows`, `timing`, `turns` and the peers are parts of these; `plot_kernels` draws a table.
 """

@@ -32,10 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import csv_rows, generation
-from benchmarks.kernel_cases import retention_decay
-from benchmarks.kernels import copy_bandwidth
+from benchmarks import csv_rows, generation, scan_kernels
 from benchmarks.scan_kernels import LIMITS
+from benchmarks.timing import copy_bandwidth
 from lnssm_jax import ops
 from lnssm_jax.models import LanguageModel
 
@@ -45,90 +44,30 @@ FIELDS = (
   "note",
 )  # fmt: skip
 
+WHO = ("pallas", "chunked", "reference")
 Sizes = Mapping[str, int]
 Normal = Callable[..., jax.Array]  # of a shape: normal numbers
 
 
 class Case(NamedTuple):
-  """A scan at sizes that models have. Arrays by name; "BT..." are arguments of one step, T = 1."""
+  """A scan at sizes that models have, for T = 1, with a state."""
 
-  call: Callable[..., Any]  # with arrays by name, `initial_state` and `implementation`
-  axes: Mapping[str, str]
-  draw: Callable[[Normal, Sizes], Mapping[str, jax.Array]]
+  scan: scan_kernels.Case  # called with arrays by name, `initial_state` and `implementation`
   state: Callable[[Normal, Sizes], Any]
   sizes: Sizes
-  who: tuple[str, ...] = ("pallas", "chunked", "reference")
+  who: tuple[str, ...] = WHO
   rewritten: bool = True  # the whole state, by each step
 
 
-def _bf16(arrays, *but):
-  return {n: x if n in but else x.astype(jnp.bfloat16) for n, x in arrays.items()}
-
-
-def _heads(normal, n, *names):
-  last = {"q": "K", "k": "K", "v": "V"}
-  return {name: normal(n["B"], 1, n["H"], n[last[name]]) for name in names}
-
-
-def _features(normal, n):
-  arrays = _heads(normal, n, "q", "k", "v")
-  arrays |= {name: jnp.exp(arrays[name] / 2) for name in "qk"}
-  decay = -jnp.exp(jnp.linspace(-7.0, 3.0, n["H"] * n["K"])).reshape(n["H"], n["K"])
-  return _bf16(arrays) | {"log_decay": decay}
-
-
-def _gated(normal, n):
-  arrays = _bf16(_heads(normal, n, "q", "k", "v"))
-  return arrays | {"log_decay": jax.nn.log_sigmoid(normal(n["B"], 1, n["H"], n["K"])) / 16}
-
-
-def _retention(normal, n):
-  return _bf16(_heads(normal, n, "q", "k", "v")) | {
-    "log_decay": jnp.asarray(retention_decay(n["H"]))
-  }
-
-
-def _memory(normalize, normal, n):
-  sums = jnp.exp(normal(n["B"], n["H"], n["K"])) if normalize else None
-  return ops.LinearAttentionState(normal(n["B"], n["H"], n["K"], n["V"]), sums)
-
-
-def _attention(window: int, **sizes: int) -> Case:
-  """A full cache for a window of so many tokens."""
+def _case(name: str, state: type, axes: dict[str, str], who=WHO, **sizes: int) -> Case:
+  """A case of `benchmarks.scan_kernels` with a normal state of these axes; a sum is positive."""
 
   def draw(normal, n):
-    axes = {"q": "HK", "k": "GK", "v": "GV"}
-    return _bf16({x: normal(n["B"], 1, *(n[axis] for axis in axes[x])) for x in axes})
+    fields = {field: normal(*(n[axis] for axis in of)) for field, of in axes.items()}
+    return state(**{field: jnp.exp(x) if "sum" in field else x for field, x in fields.items()})
 
-  def cache(normal, n):
-    keys, values = (normal(n["B"], window - 1, n["G"], n[x]).astype(jnp.bfloat16) for x in "KV")
-    return ops.AttentionState(keys, values, jnp.full(n["B"], 2 * window, jnp.int32))
-
-  call = functools.partial(ops.attention, window=window)
-  axes, who = {"q": "BTHK", "k": "BTGK", "v": "BTGV"}, ("pallas", "chunked")
-  return Case(call, axes, draw, cache, {"K": 128, "V": 128} | sizes, who, rewritten=False)
-
-
-def _delta(normal, n):
-  arrays = _heads(normal, n, "q", "k", "v")
-  arrays["k"] /= jnp.linalg.norm(arrays["k"], axis=-1, keepdims=True)
-  rates = {"beta": jax.nn.sigmoid(normal(n["B"], 1, n["H"]))}
-  rates["log_decay"] = jax.nn.log_sigmoid(normal(n["B"], 1, n["H"]) + 3)
-  return _bf16(arrays) | rates
-
-
-def _selective(normal, n):
-  wide, keys = (n["B"], 1, n["D"]), (n["B"], 1, n["N"])
-  arrays = {"x": normal(*wide), "dt": jax.nn.softplus(normal(*wide) - 4)}
-  arrays |= {"b": normal(*keys), "c": normal(*keys), "skip": normal(n["D"])}
-  arrays["a"] = -jnp.broadcast_to(jnp.arange(1.0, n["N"] + 1), (n["D"], n["N"]))
-  return _bf16(arrays, "a", "skip", "dt")
-
-
-def _longhorn(normal, n):
-  wide, keys = (n["B"], 1, n["D"]), (n["B"], 1, n["N"])
-  arrays = {"x": normal(*wide), "beta": jax.nn.sigmoid(normal(*wide)), "k": normal(*keys)}
-  return _bf16(arrays | {"q": normal(*keys), "skip": normal(n["D"])}, "skip")
+  scan = scan_kernels.CASES[name]
+  return Case(scan, draw, scan.sizes | sizes, who)
 
 
 def _wkv4_state(normal, n):
@@ -136,72 +75,53 @@ def _wkv4_state(normal, n):
   return ops.WKV4State(zeros, normal(n["B"], n["D"]), jnp.exp(normal(n["B"], n["D"])))
 
 
-def _wkv4(normal, n):
-  arrays = _bf16({"k": normal(n["B"], 1, n["D"]), "v": normal(n["B"], 1, n["D"])})
-  return arrays | {"decay_rate": jnp.exp(jnp.linspace(-5.0, 1.0, n["D"])), "bonus": normal(n["D"])}
+def _attention(window: int, **sizes: int) -> Case:
+  """A full cache for a window of so many tokens."""
+
+  def draw(normal, n):
+    axes = {"q": "HK", "k": "GK", "v": "GV"}
+    arrays = {x: normal(n["B"], 1, *(n[axis] for axis in axes[x])) for x in axes}
+    return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+
+  def cache(normal, n):
+    keys, values = (normal(n["B"], window - 1, n["G"], n[x]).astype(jnp.bfloat16) for x in "KV")
+    return ops.AttentionState(keys, values, jnp.full(n["B"], 2 * window, jnp.int32))
+
+  call = functools.partial(ops.attention, window=window)
+  sizes = {"K": 128, "V": 128} | sizes
+  scan = scan_kernels.Case(call, {"q": "BTHK", "k": "BTGK", "v": "BTGV"}, draw, sizes)
+  return Case(scan, cache, sizes, ("pallas", "chunked"), rewritten=False)
 
 
-_QKV = {"q": "BTHK", "k": "BTHK", "v": "BTHV"}
-_HEADS = {"H": 4, "K": 128, "V": 128}
-_CHANNELS = {"D": 4096, "N": 16}
-
+_MEMORY = ops.LinearAttentionState, {"kv": "BHKV"}
 CASES = {
-  "lnssm": Case(
-    functools.partial(ops.linear_attention, normalize=True), _QKV | {"log_decay": "HK"},
-    _features, functools.partial(_memory, True), _HEADS,
-  ),
-  "gla": Case(
-    functools.partial(ops.linear_attention, scale=128**-0.5), _QKV | {"log_decay": "BTHK"},
-    _gated, functools.partial(_memory, False), _HEADS,
-  ),
-  "retnet": Case(
-    functools.partial(ops.linear_attention, scale=128**-0.5), _QKV | {"log_decay": "H"},
-    _retention, functools.partial(_memory, False), _HEADS,
-  ),
+  "lnssm": _case("channel-constant-normalized", _MEMORY[0], {"kv": "BHKV", "key_sum": "BHK"}, H=4),
+  "gla": _case("channel-step", *_MEMORY, H=4),
+  "retnet": _case("scalar-constant", *_MEMORY, H=4),
   "attention": _attention(1024, H=16, G=16),
   "attention grouped": _attention(2048, H=32, G=8),
   "attention grouped long": _attention(32768, H=32, G=8),
-  "delta_rule": Case(
-    functools.partial(ops.delta_rule, scale=128**-0.5),
-    _QKV | {"beta": "BTH", "log_decay": "BTH"}, _delta,
-    lambda normal, n: ops.DeltaRuleState(normal(n["B"], n["H"], n["K"], n["V"])),
-    _HEADS | {"H": 16},
+  "delta_rule": _case("delta_rule gated", ops.DeltaRuleState, {"kv": "BHKV"}, H=16),
+  "selective_scan": _case("selective_scan", ops.SelectiveState, {"h": "BDN"}),
+  "longhorn_scan": _case("longhorn_scan", ops.LonghornState, {"h": "BDN"}),
+  "diagonal_scan": _case(
+    "diagonal_scan", ops.DiagonalState, {"h": "BD"}, ("chunked", "reference"), D=4096
   ),
-  "selective_scan": Case(
-    ops.selective_scan,
-    {"x": "BTD", "dt": "BTD", "a": "DN", "b": "BTN", "c": "BTN", "skip": "D"}, _selective,
-    lambda normal, n: ops.SelectiveState(normal(n["B"], n["D"], n["N"])), _CHANNELS,
-  ),
-  "longhorn_scan": Case(
-    ops.longhorn_scan, {"x": "BTD", "beta": "BTD", "k": "BTN", "q": "BTN", "skip": "D"}, _longhorn,
-    lambda normal, n: ops.LonghornState(normal(n["B"], n["D"], n["N"])), _CHANNELS,
-  ),
-  "diagonal_scan": Case(
-    ops.diagonal_scan, {"decay": "BTD", "x": "BTD"},
-    lambda normal, n: {
-      "decay": jax.nn.sigmoid(normal(n["B"], 1, n["D"]) + 2), "x": normal(n["B"], 1, n["D"]),
-    },
-    lambda normal, n: ops.DiagonalState(normal(n["B"], n["D"])), {"D": 4096},
-    ("chunked", "reference"),
-  ),
-  "wkv4": Case(
-    ops.wkv4, {"k": "BTD", "v": "BTD", "decay_rate": "D", "bonus": "D"}, _wkv4, _wkv4_state,
-    {"D": 4096},
-  ),
-}  # fmt: skip
+  "wkv4": Case(scan_kernels.CASES["wkv4"], _wkv4_state, {"D": 4096}),
+}
 
 
 def make_inputs(case: Case, batch: int, layers: int):
   """(arrays by name, a state) for each layer."""
-  sizes = {**case.sizes, "B": batch}
+  sizes = {**case.sizes, "B": batch, "T": 1}
   keys = iter(jax.random.split(jax.random.key(0), 16 * layers))
   normal = lambda *shape: jax.random.normal(next(keys), shape)
-  return [(case.draw(normal, sizes), case.state(normal, sizes)) for _ in range(layers)]
+  return [(case.scan.draw(normal, sizes), case.state(normal, sizes)) for _ in range(layers)]
 
 
 def chain(case: Case, who: str, steps: int):
   """A function of (states, outputs to be overwritten, arrays): both after `steps`, and `steps`."""
-  step = jax.jit(lambda x, state: case.call(**x, initial_state=state, implementation=who))
+  step = jax.jit(lambda x, state: case.scan.call(**x, initial_state=state, implementation=who))
 
   def run(states, outs, arrays):
     def body(_, carry):
@@ -223,10 +143,10 @@ def reference(case: Case, arrays, state, steps: int):
     wide = lambda x: np.asarray(x).astype(np.float64)
     row = lambda x, axes: x[-1:] if axes.startswith("B") else x
     long = lambda x, axes: np.repeat(x, steps, axis=1) if "T" in axes else x
-    small = {n: long(row(wide(x), case.axes[n]), case.axes[n]) for n, x in arrays.items()}
+    small = {n: long(row(wide(x), case.scan.axes[n]), case.scan.axes[n]) for n, x in arrays.items()}
     exact = lambda x: wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)
     state = jax.tree.map(lambda x: exact(x)[-1:], state)
-    run = lambda x, s: case.call(**x, initial_state=s, implementation="reference")
+    run = lambda x, s: case.scan.call(**x, initial_state=s, implementation="reference")
     out, state = jax.jit(run)(jax.tree.map(jnp.asarray, small), jax.tree.map(jnp.asarray, state))
     return np.asarray(out)[:, -1:], jax.tree.map(np.asarray, state)
 
@@ -243,7 +163,7 @@ def error(got, want) -> float:
 
 def outputs(case: Case, inputs):
   """Outputs of a step of each layer, as shapes."""
-  call = functools.partial(case.call, implementation="reference")
+  call = functools.partial(case.scan.call, implementation="reference")
   return [jax.eval_shape(call, **arrays)[0] for arrays, _ in inputs]
 
 

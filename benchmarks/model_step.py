@@ -46,6 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, model_jla, model_peers, turns
+from benchmarks.timing import milliseconds
 from benchmarks.train_step import Run, compile_step, length_of_documents, random_batch
 from pallas_kernels.core import device
 from train.cluster import device_mesh
@@ -286,14 +287,7 @@ def large_product_tflops(size: int = 8192) -> float:
   """The rate of one large bfloat16 product, in TFLOP/s."""
   x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
   product = jax.jit(jnp.matmul).lower(x, x).compile()
-  jax.block_until_ready(product(x, x))
-  times = []
-  for _ in range(5):
-    begin = time.perf_counter()
-    result = [product(x, x) for _ in range(10)]
-    jax.block_until_ready(result)
-    times.append((time.perf_counter() - begin) / 10)
-  return 2 * size**3 / statistics.median(times) / 1e12
+  return 2e3 * size**3 / milliseconds(product, [(x, x)], calls=10, groups=5) / 1e12
 
 
 def command_of(name: str, sizes: str, args, cache: str, steps: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of `benchmarks.kernels` as a picture: time and error, ours next to fla's.
+"""The table of `benchmarks.scan_kernels` as a picture: time and error, ours next to fla's.
 
     python -m benchmarks.plot_kernels docs/kernels.csv --output docs/kernels.png
 
@@ -37,7 +37,7 @@ def bars(rows: list[dict]) -> dict[str, dict[str, Bar]]:
     ValueError: there is none, or the rows have several shapes.
   """
   found: dict[str, dict[str, Bar]] = {}
-  shapes = {row["shape"] for row in rows}
+  shapes = {row["sizes"] for row in rows}
   if len(shapes) != 1:
     raise ValueError(f"the table has the shapes {sorted(shapes)}, must have one; measure one.")
   for row in rows:
@@ -46,9 +46,9 @@ def bars(rows: list[dict]) -> dict[str, dict[str, Bar]]:
       times = float(row["forward_ms"]), float(row["both_ms"])
     except ValueError:  # WRONG, or nothing
       continue
-    if library and row["case"] in NAMES:
+    if library and row["scan"] in NAMES:
       errors = [float(row[name].split()[0]) for name in ("error_out", "error_gradient")]
-      found.setdefault(row["case"], {})[library] = Bar(*times, max(errors))
+      found.setdefault(row["scan"], {})[library] = Bar(*times, max(errors))
   complete = {case: found[case] for case in NAMES if len(found.get(case, {})) == 2}
   if not complete:
     raise ValueError("no case has a time of both libraries; measure with fla installed.")
@@ -92,13 +92,13 @@ def draw(complete: dict[str, dict[str, Bar]], title: str, output: Path) -> None:
 def main(arguments=None) -> None:
   """Reads the table and draws it."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("table", type=Path, help="a CSV file of `benchmarks.kernels`")
+  parser.add_argument("table", type=Path, help="a CSV file of `benchmarks.scan_kernels`")
   parser.add_argument("--output", type=Path, required=True)
   parser.add_argument("--title", default="Linear attention, one H200, bfloat16")
   args = parser.parse_args(arguments)
-  rows = csv_rows.read(args.table, without=[], column="case")
+  rows = csv_rows.read(args.table, without=[])
   complete = bars(rows)
-  draw(complete, f"{args.title}, {rows[0]['shape']}", args.output)
+  draw(complete, f"{args.title}, {rows[0]['sizes']}", args.output)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""Speed of the other ops' kernels on a GPU, next to XLA's forms.
+"""Speed of the ops' kernels on a GPU, next to XLA's forms.
 
-    python -m benchmarks.scan_kernels --out docs/scan_kernels.csv
-    python -m benchmarks.scan_kernels --only diagonal_scan --sizes B=1,T=65536,D=256
+    python -m benchmarks.scan_kernels --out docs/scan_kernels.csv            # all cases, minutes
+    python -m benchmarks.scan_kernels --only channel-step --sizes B=1,T=32768
     python -m benchmarks.scan_kernels --only "attention documents" --implementations pallas
 
-As `benchmarks.kernels` does for linear attention, next to the library that has the same op
-(flash-linear-attention, mamba-ssm for the selective scan, or, with our inputs in the same process,
-jax-linear-attention for softmax attention and the delta rule) where it is installed: a time is
-printed only next to an error within the limit, of a corner of the output and of every gradient
-against the float64 reference; the floor moves every argument and result once (with gradients:
-arguments, their gradients, the output and its cotangent) at the speed of a large copy.
+Linear attention by the form of its decay ("scalar-constant" to "no-decay"), then the other ops;
+next to the library that has the same op where it is installed: flash-linear-attention, mamba-ssm
+for the selective scan, or, in this process, jax-linear-attention for softmax attention and the
+delta rule. All have the same inputs.
+
+A time is printed only next to an error within the limit, of a corner of the output, of the state of
+linear attention and of every gradient against the float64 reference. Times are medians over groups
+of back-to-back calls that take turns among three sets of inputs. The floor moves every argument and
+result once (with gradients: arguments, their gradients, the output and its cotangent) at the speed
+of a large copy. Single steps are those of `benchmarks.decode`.
 """
 
 import argparse
@@ -24,13 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, scan_peers
-from benchmarks.kernel_cases import document_ids
-from benchmarks.kernels import SETS, compiled, copy_bandwidth, milliseconds, worst
+from benchmarks.timing import compiled, copy_bandwidth, milliseconds
 from lnssm_jax import ops
+from lnssm_jax.mixers.common.initializers import channel_decay
 
-# Of an error, where all inputs are float32 and where some are bfloat16.
+# Of an error, where all inputs are float32 and where some are bfloat16: products of these give 2e-3
+# to 7e-3, whoever computes them.
 LIMITS = {False: 1e-4, True: 0.02}
-CORNER = {"B": 1, "D": 16, "H": 2}  # the last of these axes are compared; no other depends on them
+SETS = 3  # of inputs, so that the cache does not hold the next ones
+# The last of these axes are compared, and value columns all over; no other depends on them.
+CORNER = {"B": 1, "D": 16, "H": 2}
+COLUMNS = 16
 FIELDS = (
   "scan", "sizes", "who", "forward_ms", "both_ms", "floor_ms", "floor_share", "both_floor_share",
   "compile_s", "error_out", "error_gradient", "note",
@@ -52,6 +60,73 @@ class Case(NamedTuple):
   out: str = "BTD"  # axes of the result
   rival: Callable[..., jax.Array] | None = None  # the same of jax-linear-attention, `out` alone
   documents: bool = False  # of about 500 tokens; else a row is one
+  states: tuple[str, ...] = ()  # of the state that is returned: what is compared
+  constants: tuple[str, ...] = ()  # arguments without a gradient
+
+
+def document_ids(rows: int, length: int) -> np.ndarray:
+  """Documents of about 500 tokens; the last rows are alike for every number of rows."""
+  starts = [np.random.default_rng(rows - 1 - n).random(length) < 1 / 500 for n in range(rows)]
+  return np.cumsum(starts, axis=1).astype(np.int32)
+
+
+def retention_decay(H: int):
+  """RetNet's constants: log(1 - 2^-5), log(1 - 2^-6), ..."""
+  return np.log1p(-(2.0 ** (-5.0 - np.arange(H)))).astype(np.float32)
+
+
+def _linear(decay, normalize, state, bonus, ordered, normal, n):
+  steps = lambda last: normal(n["B"], n["T"], n["H"], n[last])
+  q, k, v = steps("K"), steps("K"), steps("V")
+  if normalize:  # features of the LNSSM are positive
+    q, k = jnp.exp(q / 2), jnp.exp(k / 2)
+  else:
+    k = k * n["K"] ** -0.5
+  arrays = {name: x.astype(jnp.bfloat16) for name, x in (("q", q), ("k", k), ("v", v))}
+  heads = n["H"], n["K"]
+  if decay == "H":
+    arrays["log_decay"] = jnp.asarray(retention_decay(n["H"]))
+  elif ordered:  # a layer in the middle of a model: slow heads first, then fast ones
+    rates = jnp.exp(channel_decay(heads[0] * heads[1], layer=1, num_layers=3).reshape(heads))
+    # Slow heads last, which are checked: gradients of queries are small where all channels forget.
+    arrays["log_decay"] = jnp.roll(-rates, -CORNER["H"], axis=0)
+  elif decay == "HK":  # from 1e-3 to 20 per token, slow and fast channels in every head
+    arrays["log_decay"] = -jnp.exp(10 * jax.nn.sigmoid(2 * normal(*heads)) - 7)
+  elif decay == "BTH":
+    arrays["log_decay"] = jax.nn.log_sigmoid(normal(n["B"], n["T"], n["H"]) + 2)
+  elif decay == "BTHK":
+    arrays["log_decay"] = jax.nn.log_sigmoid(steps("K")) / 16
+  if bonus:
+    arrays["bonus"] = normal(*heads)
+  if state:
+    arrays["kv"] = normal(n["B"], *heads, n["V"])
+    if normalize:
+      arrays["key_sum"] = jnp.exp(normal(n["B"], *heads))
+  return arrays
+
+
+def _attend_linearly(q, k, v, *, normalize, kv=None, key_sum=None, initial_state=None, **more):
+  state = initial_state if kv is None else ops.LinearAttentionState(kv, key_sum)
+  scale = 1.0 if normalize else q.shape[-1] ** -0.5
+  return ops.linear_attention(
+    q, k, v, normalize=normalize, scale=scale, initial_state=state, **more
+  )  # fmt: skip
+
+
+def _linear_case(
+  decay: str = "", *, normalize=False, state=False, bonus=False, ordered=False, constants=()
+) -> Case:
+  """A form of linear attention; `decay` names the axes of `log_decay`."""
+  axes = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "kv": "BHKV", "key_sum": "BHK", "bonus": "HK"}
+  return Case(
+    functools.partial(_attend_linearly, normalize=normalize),
+    axes | {"log_decay": decay},
+    functools.partial(_linear, decay, normalize, state, bonus, ordered),
+    {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128},
+    "BTHV",
+    states=("kv", "key_sum") if normalize else ("kv",),
+    constants=constants,
+  )
 
 
 def _diagonal(dtype, normal, n):
@@ -192,7 +267,17 @@ _SELECTIVE = {"x": "BTD", "dt": "BTD", "a": "DN", "b": "BTN", "c": "BTN", "skip"
 _LONGHORN = {"x": "BTD", "beta": "BTD", "k": "BTN", "q": "BTN", "skip": "D"}
 _DIAGONAL = {"decay": "BTD", "x": "BTD"}
 
-CASES = {
+LINEAR_ATTENTION = {
+  "scalar-constant": _linear_case("H", constants=("log_decay",)),
+  "scalar-step": _linear_case("BTH"),
+  "scalar-step-state": _linear_case("BTH", state=True),
+  "channel-constant-lnssm": _linear_case("HK", normalize=True, ordered=True),
+  "channel-constant-normalized": _linear_case("HK", normalize=True),
+  "channel-step": _linear_case("BTHK"),
+  "channel-step-bonus": _linear_case("BTHK", bonus=True),
+  "no-decay": _linear_case(),
+}
+CASES = LINEAR_ATTENTION | {
   "diagonal_scan": Case(
     ops.diagonal_scan, _DIAGONAL, functools.partial(_diagonal, jnp.float32), _WIDE
   ),
@@ -252,49 +337,64 @@ def make_inputs(case: Case, sizes: Sizes, seed: int) -> Arrays:
   return make(seed)
 
 
+def _inside(axes: str, x):
+  """Where the corner of an array is."""
+  columns = slice(None, None, max(1, x.shape[axes.find("V")] // COLUMNS))
+  part = {axis: slice(-size, None) for axis, size in CORNER.items()} | {"V": columns}
+  return tuple(part.get(axis, slice(None)) for axis in axes)
+
+
 def corner(axes: str, x):
   """The part of an array that is compared."""
-  return x[tuple(slice(-CORNER[axis], None) if axis in CORNER else slice(None) for axis in axes)]
+  return x[_inside(axes, x)]
 
 
 def only_corner(axes: str, x):
   """Zero outside the corner, so that sums over rows and channels are the corner's sums."""
-  for number, axis in enumerate(axes):
-    if axis in CORNER:
-      place = jnp.arange(x.shape[number]) >= x.shape[number] - CORNER[axis]
-      x = jnp.where(jnp.expand_dims(place, [n for n in range(x.ndim) if n != number]), x, 0)
-  return x
+  inside = _inside(axes, x)
+  return jnp.zeros_like(x).at[inside].set(x[inside])
 
 
-def forward(case: Case, arrays: Arrays, implementation: str):
-  """`out` alone."""
+def results(case: Case, arrays: Arrays, implementation: str) -> Arrays:
+  """ "out", and `states` by name."""
   if case.documents:
     B, T = arrays[next(name for name, axes in case.axes.items() if axes[:2] == "BT")].shape[:2]
     arrays = arrays | {"segment_ids": jnp.asarray(document_ids(B, T))}
   if implementation == RIVAL:
     if case.rival is None:
       raise NotImplementedError(f"{RIVAL} is not compared here")
-    return case.rival(**arrays)
-  return case.call(**arrays, implementation=implementation)[0]
+    return {"out": case.rival(**arrays)}
+  out, *state = case.call(**arrays, implementation=implementation)
+  return {"out": out} | {name: getattr(state[0], name) for name in case.states}
+
+
+def forward(case: Case, arrays: Arrays, implementation: str):
+  """`out` alone."""
+  return results(case, arrays, implementation)["out"]
 
 
 def gradients(case: Case, arrays: Arrays, cotangent, implementation: str):
-  """(out, gradients by name)."""
-  out, pull = jax.vjp(lambda x: forward(case, x, implementation), arrays)
+  """(out, gradients by name), of all arguments but constants."""
+  fixed = {name: arrays[name] for name in case.constants}
+  free = {name: x for name, x in arrays.items() if name not in fixed}
+  out, pull = jax.vjp(lambda x: forward(case, x | fixed, implementation), free)
   return out, pull(cotangent)[0]
 
 
 def reference(case: Case, arrays: Arrays, cotangent) -> dict[str, np.ndarray]:
-  """out and gradients of the corner, step by step in float64."""
+  """Results and gradients of the corner, step by step in float64."""
   cpu = jax.local_devices(backend="cpu")[0]
   with jax.enable_x64(True), jax.default_device(cpu):
     wide = lambda x: jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
     part = lambda axes, x: jnp.asarray(np.asarray(corner(axes, x)), wide(x))
     small = {name: part(case.axes[name], x) for name, x in arrays.items()}
-    out, gradient = jax.jit(functools.partial(gradients, case, implementation="reference"))(
-      small, part(case.out, cotangent)
-    )
-    return jax.tree.map(np.asarray, {"out": out} | {f"d {n}": x for n, x in gradient.items()})
+
+    @jax.jit
+    def run(x, cotangent):
+      _, gradient = gradients(case, x, cotangent, "reference")
+      return results(case, x, "reference") | {f"d {name}": y for name, y in gradient.items()}
+
+    return jax.tree.map(np.asarray, run(small, part(case.out, cotangent)))
 
 
 def errors(case: Case, got: Mapping[str, jax.Array], want: Mapping[str, np.ndarray]):
@@ -303,10 +403,16 @@ def errors(case: Case, got: Mapping[str, jax.Array], want: Mapping[str, np.ndarr
   for name, x in got.items():
     axes = case.axes.get(name.removeprefix("d "), case.out)
     part = np.asarray(corner(axes, x)).astype(want[name].dtype)
-    norm = np.linalg.norm(want[name])
+    norm = np.linalg.norm(want[name]) or 1.0
     finite = bool(jnp.isfinite(x).all())
     found[name] = float(np.linalg.norm(part - want[name]) / norm) if finite else float("inf")
   return found
+
+
+def worst(found: Mapping[str, float]) -> str:
+  """The largest error and whose it is; NaN counts as the largest."""
+  name = max(found, key=lambda n: np.nan_to_num(found[n], nan=np.inf))
+  return f"{found[name]:.1e} {name}"
 
 
 def right(arrays: Arrays, found: Mapping[str, float]) -> bool:
@@ -319,8 +425,8 @@ def measure(case: Case, sets: list[Arrays], want, who: str, calls: int, groups: 
   """Columns of one implementation."""
   cotangents = [arrays["cotangent"] for arrays in sets]
   inputs = [{n: x for n, x in s.items() if n != "cotangent"} for s in sets]
-  program, seconds = compiled(lambda x: forward(case, x, who), inputs[0])
-  found = errors(case, {"out": program(inputs[0])}, want)
+  program, seconds = compiled(lambda x: results(case, x, who), inputs[0])
+  found = errors(case, program(inputs[0]), want)
   columns = {"error_out": worst(found), "forward_ms": "WRONG", "compile_s": f"{seconds:.1f}"}
   if right(inputs[0], found):
     columns["forward_ms"] = milliseconds(program, [(x,) for x in inputs], calls, groups)
@@ -340,6 +446,10 @@ def measure_peer(name: str, case: Case, arrays: Arrays, want) -> dict:
   """Columns of another library on the same numbers."""
   if reason := scan_peers.missing(name):
     return {"note": reason}
+  if without := scan_peers.PEERS[name].without:
+    arrays = {n: x for n, x in arrays.items() if n not in without}
+    given = {n: x for n, x in arrays.items() if n != "cotangent"}
+    want = reference(case, given, arrays["cotangent"])
   inside = only_corner(case.out, arrays["cotangent"])
   numbers = {n: np.asarray(x) for n, x in (arrays | {"inside": inside}).items()}
   with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +462,15 @@ def measure_peer(name: str, case: Case, arrays: Arrays, want) -> dict:
   return columns | {"both_ms": row["both_ms"] if right(arrays, of_gradient) else "WRONG"}
 
 
-def rows_of(name: str, case: Case, sizes: Sizes, implementations, bandwidth: float, options):
+def rows_of(
+  name: str,
+  case: Case,
+  sizes: Sizes,
+  implementations,
+  bandwidth: float,
+  options,
+  peers: bool = True,
+):
   """Yields the rows of one case."""
   sets = [make_inputs(case, sizes, seed) for seed in range(SETS)]
   given = sum(x.nbytes for n, x in sets[0].items() if n != "cotangent")
@@ -360,7 +478,7 @@ def rows_of(name: str, case: Case, sizes: Sizes, implementations, bandwidth: flo
   floors = [1e3 * moved / bandwidth for moved in (given + out, 2 * (given + out))]
   arrays = {n: x for n, x in sets[0].items() if n != "cotangent"}
   want = reference(case, arrays, sets[0]["cotangent"])
-  peer = [scan_peers.PEERS[name].library] if name in scan_peers.PEERS else []
+  peer = [scan_peers.PEERS[name].library] if peers and name in scan_peers.PEERS else []
   for who in (*implementations, *peer):
     row: dict[str, Any] = {"scan": name, "sizes": " ".join(f"{a}{n}" for a, n in sizes.items())}
     row |= {"who": who, "floor_ms": f"{floors[0]:.3f}"}
@@ -374,10 +492,10 @@ def rows_of(name: str, case: Case, sizes: Sizes, implementations, bandwidth: flo
     except Exception as reason:  # out of memory, a compiler's error: the other rows go on
       row["note"] = f"{type(reason).__name__}: {reason}"
     shares = ("forward_ms", "floor_share"), ("both_ms", "both_floor_share")
-    for (time, share), floor in zip(shares, floors, strict=True):
-      if isinstance(row.get(time), float):
-        row[share] = f"{floor / row[time]:.2f}"
-        row[time] = f"{row[time]:.4f}"
+    for (of, share), floor in zip(shares, floors, strict=True):
+      if isinstance(row.get(of), float):
+        row[share] = f"{floor / row[of]:.2f}"
+        row[of] = f"{row[of]:.4f}"
     row["note"] = " ".join(row.get("note", "").split())[:300]
     yield {field: row.get(field, "") for field in FIELDS}
 
@@ -396,6 +514,8 @@ def main(arguments=None):
                       help="other sizes of these axes")  # fmt: skip
   parser.add_argument("--implementations", nargs="+", default=["pallas", "chunked"])
   parser.add_argument("--documents", action="store_true", help="time each case with documents too")
+  parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True,
+                      help="measure other libraries too, where they are installed")  # fmt: skip
   parser.add_argument("--calls", type=int, default=20, help="calls in a timed group")
   parser.add_argument("--groups", type=int, default=7)
   parser.add_argument("--copy-mib", type=int, default=2048, help="size of the copy of the floor")
@@ -413,7 +533,7 @@ def main(arguments=None):
     if args.documents and not case.documents:
       cases[f"{name} documents"] = case._replace(documents=True)
     for pair in cases.items():
-      for row in rows_of(*pair, sizes, args.implementations, bandwidth, options):
+      for row in rows_of(*pair, sizes, args.implementations, bandwidth, options, args.peers):
         csv_rows.add(rows, row, FIELDS, args.out)
   return rows
 

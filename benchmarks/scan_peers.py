@@ -10,6 +10,7 @@ fla and mamba-ssm are imported here only. Triton tunes its kernels first; where 
 cached it starts at once.
 """
 
+import functools
 import importlib.util
 import json
 import sys
@@ -30,10 +31,17 @@ class Peer(NamedTuple):
   op: str
   modules: tuple[str, ...] = ("torch", "triton", "fla")
   channel_major: bool = False  # wants [B, D, T] for [B, T, D], steps next to each other in memory
+  without: tuple[str, ...] = ()  # arguments that it does not have: it computes another function
 
 
 # fla's gated delta rule rejects to run on Hopper with Triton 3.4 to 3.7: the table says so.
 PEERS = {
+  "scalar-constant": Peer("fla", "chunk_retention"),
+  "scalar-step": Peer("fla", "fused_chunk_simple_gla"),
+  "channel-constant-normalized": Peer("fla", "chunk_linear_attn", without=("log_decay",)),
+  "channel-step": Peer("fla", "chunk_gla"),
+  "channel-step-bonus": Peer("fla", "chunk_rwkv6"),
+  "no-decay": Peer("fla", "chunk_linear_attn"),
   "diagonal_scan bfloat16": Peer("fla", "chunk_hgrn"),
   "selective_scan": Peer(
     "mamba-ssm", "selective_scan_fn", ("torch", "triton", "mamba_ssm", "selective_scan_cuda"), True
@@ -87,6 +95,23 @@ def call(case: str, x: dict):
 
     return chunk_hgrn(x["x"], x["decay"])[0]  # the logarithm of the decay
   arguments = x["q"], x["k"], x["v"]
+  if "beta" not in x:
+    from fla.ops.gla import chunk_gla
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.retention import chunk_retention
+    from fla.ops.rwkv6 import chunk_rwkv6
+    from fla.ops.simple_gla import fused_chunk_simple_gla
+
+    op, decay = PEERS[case].op, x.get("log_decay")
+    run = {
+      "chunk_retention": chunk_retention,
+      "fused_chunk_simple_gla": functools.partial(fused_chunk_simple_gla, g=decay),
+      "chunk_linear_attn": functools.partial(chunk_linear_attn, normalize="normal" in case),
+      "chunk_gla": chunk_gla,
+      "chunk_rwkv6": chunk_rwkv6,
+    }[op]
+    more = {"chunk_gla": (decay,), "chunk_rwkv6": (decay, x.get("bonus"))}.get(op, ())
+    return run(*arguments, *more, scale=x["q"].shape[-1] ** -0.5)[0]
   if "log_decay" in x:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -124,7 +149,7 @@ def main(file: str, case: str) -> None:
     inputs = {name: x.requires_grad_() for name, x in made.items()}
     out = call(case, inputs)
     out.backward(inside)
-    named = {"out": out} | {f"d {n}": x.grad for n, x in inputs.items()}
+    named = {"out": out} | {f"d {n}": x.grad for n, x in inputs.items() if x.grad is not None}
     if case.startswith("diagonal"):
       named["d decay"] = named["d decay"].float() / decay
     np.savez(Path(file).with_name("results.npz"), **{name: array(x) for name, x in named.items()})

@@ -21,9 +21,7 @@ import functools
 import itertools
 import json
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -31,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, turns
+from benchmarks.timing import milliseconds
 from lnssm_jax import ops
 
 FORMS = ("gla", "varlen", "mask", "loop")
@@ -167,17 +166,6 @@ def compiled(form: str, N: int, T: int, sizes):
   return make.lower().compile(), programs
 
 
-def milliseconds(program, x, *, calls: int, runs: int) -> float:
-  """The median over runs of the time per call, of calls that wait for nothing between them."""
-  jax.block_until_ready(program(x))
-  times = []
-  for _ in range(runs):
-    begin = time.perf_counter()
-    jax.block_until_ready([program(x) for _ in range(calls)][-1])
-    times.append((time.perf_counter() - begin) / calls)
-  return 1e3 * statistics.median(times)
-
-
 def measure(form: str, N: int, T: int, sizes, args) -> dict:
   """One row."""
   row = {"form": form, "N": N, "tokens": T}
@@ -194,7 +182,7 @@ def measure(form: str, N: int, T: int, sizes, args) -> dict:
       memory = program.memory_analysis()
       held = memory.argument_size_in_bytes + memory.output_size_in_bytes
       row["gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.3f}"
-      row[f"{name}_ms"] = f"{milliseconds(program, x, calls=args.calls, runs=args.runs):.3f}"
+      row[f"{name}_ms"] = f"{milliseconds(program, [(x,)], args.calls, args.runs):.3f}"
   except Exception as reason:  # out of memory: the other rows go on
     row["note"] = " ".join(f"{type(reason).__name__}: {reason}".split())[:200]
   return row

@@ -38,9 +38,9 @@ os.environ.setdefault("NPROC", "16")  # threads, of which interpreted kernels bl
 import jax
 import jax.numpy as jnp
 
-from benchmarks import kernel_cases, scan_kernels
-from benchmarks.kernels import SETS, compiled, milliseconds, worst
-from benchmarks.scan_kernels import Case
+from benchmarks import scan_kernels
+from benchmarks.scan_kernels import SETS, Case, worst
+from benchmarks.timing import compiled, milliseconds
 from lnssm_jax import ops
 from lnssm_jax.ops.cross_entropy.api import cross_entropy
 from lnssm_jax.ops.rotations.api import rotations
@@ -49,18 +49,6 @@ from lnssm_jax.ops.rotations.types import Inputs as Rotations
 from pallas_kernels.core import device, tuning
 
 Changes = dict[str, Any]  # of a configuration, as in a table
-
-
-def _linear_attention(name: str) -> Case:
-  case = kernel_cases.CASES[name]
-  axes = {"q": "BTHK", "k": "BTHK", "v": "BTHV", "log_decay": case.decay or "", "bonus": "HK"}
-
-  def draw(normal, n):
-    del normal
-    return kernel_cases.make_inputs(case, kernel_cases.Shape(*(n[x] for x in "BTHKV")), 0)
-
-  call = lambda implementation, **arrays: kernel_cases.call(case, arrays, implementation)
-  return Case(call, axes, draw, kernel_cases.SHAPES[0]._asdict(), "BTHV")
 
 
 def _norm(normal, n):
@@ -108,7 +96,7 @@ def _gradient_of_loss(dtype, logits, *, implementation):
 SCANS = scan_kernels.CASES
 # By the folder of kernels. Channels are M where all of them enter each number.
 CASES: dict[str, dict[str, Case]] = {
-  "linear_attention": {name: _linear_attention(name) for name in kernel_cases.CASES},
+  "linear_attention": scan_kernels.LINEAR_ATTENTION,
   "delta_rule": {name: SCANS[name] for name in ("delta_rule", "delta_rule gated")},
   "attention": {name: SCANS[name] for name in SCANS if name.startswith("attention documents")},
   "channel_states": {name: SCANS[name] for name in ("selective_scan", "longhorn_scan")},

@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks import (
   csv_rows,
-  kernel_cases,
-  kernels,
   numerics,
   plot_kernels,
   scan_kernels,
@@ -55,71 +53,6 @@ def test_rows_of_other_scans_are_kept(tmp_path):
   assert csv_rows.read(table, without=["wkv4"]) == rows[1:]
 
 
-@pytest.mark.slow
-def test_kernels_are_compared_then_timed(tmp_path, capsys):
-  table = tmp_path / "kernels.csv"
-  options = ["--calls", "2", "--groups", "1", "--copy-mib", "1", "--no-peers", "--out", str(table)]
-  forms = ["--implementations", "pallas", "chunked", "--only", "channel-constant-normalized"]
-  shapes = ["--shapes", "2,32,3,16,16", "2,1,3,16,16", "--tiles", "16"]
-  rows = kernels.main([*options, *forms, *shapes])
-  with table.open() as file:
-    assert list(csv.DictReader(file)) == rows
-  assert "TB/s" in capsys.readouterr().out
-  # No GPU here: the kernels say so and the others go on.
-  assert [row["who"] for row in rows] == ["pallas", "chunked"] * 2 + [
-    kernels.DECODE,
-    f"{kernels.DECODE}, tile 16",
-  ]
-  kernel_rows = [row for row in rows if row["who"] != "chunked"]
-  assert all(row["note"] and not row["forward_ms"] for row in kernel_rows)
-  assert "device is a cpu" in kernel_rows[-1]["note"]
-  step, decoding = (row for row in rows if row["who"] == "chunked")
-  assert float(step["forward_ms"]) > 0 < float(step["both_ms"])
-  assert float(decoding["forward_ms"]) > 0 and not decoding["both_ms"]
-  assert all(row["compile_s"] and row["floor_share"] for row in (step, decoding))
-  assert step["error_out"].split(" ", 1)[1] in ("out", "kv", "key_sum")
-  assert step["error_gradient"].split(" ", 1)[1] in ("d q", "d k", "d v", "d log_decay")
-
-
-@pytest.mark.slow
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
-  monkeypatch.setattr(kernels, "LIMIT", 0.0)
-  options = ["--calls", "1", "--groups", "1", "--copy-mib", "1", "--no-peers"]
-  forms = ["--implementations", "chunked", "--only", "no-decay", "--shapes", "1,16,2,16,16"]
-  (row,) = kernels.main([*options, *forms])
-  assert row["forward_ms"] == row["both_ms"] == "WRONG"
-  assert not row["floor_share"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "name", [pytest.param("scalar-constant", marks=pytest.mark.slow), "channel-step-bonus"]
-)
-def test_a_peer_is_held_to_the_same_reference(name, tmp_path):
-  """Results that fla's process would save, by the chunked form; then with one spoiled."""
-  case, shape = kernel_cases.CASES[name], kernel_cases.Shape(2, 32, 3, 16, 32)
-  arrays = kernel_cases.make_inputs(case, shape, 0)
-  cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
-  inside = kernel_cases.only_corner(cotangent)
-  run = jax.jit(lambda x, w: kernel_cases.gradients(case, x, w, "chunked"))
-  out, gradient = run(arrays, inside)
-  saved = arrays | {"out": out, "cotangent": cotangent}
-  saved |= {f"d {name}": x for name, x in gradient.items()}
-  plain = lambda name: "out" if name == "cotangent" else name.removeprefix("d ")
-  saved = {name: kernel_cases.corner(case, plain(name), x) for name, x in saved.items()}
-  timed = {"op": "op", "corner": "it.npz", "forward_ms": 1.0, "both_ms": 2.0, "compile_s": 3.0}
-
-  np.savez(tmp_path / "it.npz", **saved)
-  row = kernels.peer_row(case, timed, tmp_path)
-  assert (row["forward_ms"], row["both_ms"]) == (1.0, 2.0)
-  np.savez(tmp_path / "it.npz", **saved | {"d k": 1.1 * saved["d k"]})
-  row = kernels.peer_row(case, timed, tmp_path)
-  assert (row["forward_ms"], row["both_ms"]) == (1.0, "WRONG")
-  assert row["error_gradient"].endswith("d k")
-  ours = kernels.finished({"forward_ms": 0.5, "both_ms": 4.0}, (0.25, 1.0), row)
-  assert (ours["fla_x"], ours["fla_x_both"], ours["floor_share"]) == ("2.00", "", "0.50")
-
-
 @pytest.mark.parametrize("limit", [1e-4, 0.0])
 def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
   monkeypatch.setitem(scan_kernels.LIMITS, False, limit)
@@ -133,6 +66,38 @@ def test_kernels_of_scans_are_compared_then_timed(tmp_path, monkeypatch, limit):
   kernel, xla = rows[:2]
   assert "an NVIDIA GPU since Ampere" in kernel["note"]
   assert (xla["forward_ms"] == "WRONG") == (limit == 0.0) == (xla["both_ms"] == "WRONG")
+
+
+@pytest.mark.slow
+def test_linear_attention_is_compared_with_its_state_then_timed(monkeypatch):
+  options = ["--calls", "1", "--groups", "1", "--copy-mib", "1", "--implementations", "chunked"]
+  options += ["--only", "channel-constant-normalized", "--sizes", "B=2,T=32,H=3,K=16,V=32"]
+  compared, errors = [], scan_kernels.errors
+  spy = lambda case, got, want: compared.extend(got) or errors(case, got, want)
+  monkeypatch.setattr(scan_kernels, "errors", spy)
+  (row,) = scan_kernels.main([*options, "--no-peers"])
+  assert float(row["forward_ms"]) > 0 < float(row["both_ms"]) and row["floor_share"]
+  names = ["out", "kv", "key_sum", "d q", "d k", "d v", "d log_decay"]
+  assert sorted(compared) == sorted(names)
+
+
+@pytest.mark.slow
+def test_a_peer_without_a_decay_is_held_to_a_reference_without_it(monkeypatch):
+  """Results that fla's process would return, by the chunked form without decay."""
+  name = "channel-constant-normalized"
+  case, sizes = scan_kernels.CASES[name], {"B": 2, "T": 32, "H": 3, "K": 16, "V": 32}
+
+  def measure(name, arrays, folder):
+    assert "log_decay" not in arrays
+    call = lambda x, w: scan_kernels.gradients(case, x, w, "chunked")
+    out, gradient = jax.jit(call)({n: arrays[n] for n in "qkv"}, arrays["inside"])
+    results = {"out": out} | {f"d {n}": np.asarray(x) for n, x in gradient.items()}
+    return {"forward_ms": 1.0, "both_ms": 2.0, "results": results}
+
+  monkeypatch.setattr(scan_peers, "missing", lambda name: None)
+  monkeypatch.setattr(scan_peers, "measure", measure)
+  (row,) = scan_kernels.rows_of(name, case, sizes, (), 1e12, {})
+  assert (row["forward_ms"], row["both_ms"]) == ("1.0000", "2.0000")
 
 
 @pytest.mark.slow
@@ -171,7 +136,7 @@ def test_a_peer_of_the_scans_is_held_to_the_same_reference(monkeypatch):
 
 def test_the_picture_has_cases_of_both_libraries_and_right_results_only(tmp_path):
   def row(case, who, ms, error, shape="B1"):
-    columns = {"case": case, "shape": shape, "who": who, "forward_ms": ms, "both_ms": "3.0"}
+    columns = {"scan": case, "sizes": shape, "who": who, "forward_ms": ms, "both_ms": "3.0"}
     return columns | {"error_out": "1e-3 out", "error_gradient": f"{error} d q"}
 
   both = [

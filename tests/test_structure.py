@@ -250,7 +250,7 @@ def test_circle_is_found(imports, found):
     ("train.loop", "import configs.quickstart", ["configs.quickstart"]),
     ("train.sweeps.spec", "from experiments import mqar", ["experiments.mqar"]),
     ("benchmarks.copies", "from experiments.mqar import MQAR", ["experiments.mqar.MQAR"]),
-    ("benchmarks.kernels", "from tests.ops import scans", ["tests.ops.scans"]),
+    ("benchmarks.scan_kernels", "from tests.ops import scans", ["tests.ops.scans"]),
   ],
 )
 def test_upward_import_is_found(module, source, found):

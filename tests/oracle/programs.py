@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from benchmarks import kernel_cases, model_step, scan_kernels, scans
+from benchmarks import model_step, scan_kernels, scans
 from lnssm_jax import ops
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.ops.core import accuracy
@@ -46,6 +46,9 @@ FORWARD = (
   *("selective_scan", "wkv4"),
 )
 
+# Cases of linear attention that decode.
+SINGLE_STEPS = ("channel-constant-lnssm", "channel-constant-normalized", "channel-step")
+
 Hashes = str | dict[str, str | list[str]]
 
 
@@ -62,28 +65,41 @@ def _hashes(make) -> Hashes:
     return f"no such form: {reason}"
 
 
-def linear_attention():
-  """`benchmarks.kernels`: linear attention, XLA's form and the kernels."""
-  cases = kernel_cases
+def inputs_of(case, sizes, state=False):
+  """(arguments of a case of `benchmarks.scan_kernels` by name, the cotangent), as shapes."""
+  arrays = dict(jax.eval_shape(lambda: scan_kernels.make_inputs(case, sizes, 0)))
+  cotangent = arrays.pop("cotangent")
+  for name in case.states if state else ():
+    shape = tuple(sizes[axis] for axis in case.axes[name])
+    arrays[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return arrays, cotangent
 
-  def lower(case, shape, form, gradient):
-    arrays = jax.eval_shape(functools.partial(cases.make_inputs, case, shape), 0)
-    cotangent = jax.ShapeDtypeStruct(arrays["v"].shape, arrays["v"].dtype)
-    if gradient:
-      return lowered(lambda x, y: cases.gradients(case, x, y, form), form, arrays, cotangent)
-    return lowered(lambda x: cases.call(case, x, form), form, arrays)
+
+def gradient_of(case, sizes, form):
+  """Forward and gradient, lowered."""
+  call = lambda x, y: scan_kernels.gradients(case, x, y, form)
+  return lowered(call, form, *inputs_of(case, sizes))
+
+
+def linear_attention():
+  """`benchmarks.scan_kernels`: linear attention, XLA's form and the kernels."""
+
+  def forward(case, sizes, form):
+    arrays, _ = inputs_of(case, sizes, state=sizes["T"] == 1)
+    return lowered(lambda x: case.call(**x, implementation=form), form, arrays)
 
   table = {}
-  for label, case in cases.CASES.items():
-    for shape in (cases.SHAPES[0], cases.SHAPES[3], cases.SHAPES[4]):
-      if shape.T == 1 and not case.decodes:
+  for label, case in scan_kernels.LINEAR_ATTENTION.items():
+    for more in ({}, {"H": 32, "K": 64, "V": 64}, {"B": 1, "T": 1}):
+      if "T" in more and label not in SINGLE_STEPS:
         continue
+      sizes = case.sizes | more
       for form in ("pallas", "chunked"):
-        gradient = shape.T > 1
-        name = f"kernels/{label}/{str(shape).replace(' ', '')}/{form}"
-        table[name] = functools.partial(lower, case, shape, form, gradient)
-  case, shape = cases.CASES["scalar-step"], cases.SHAPES[0]
-  table["forward/linear_attention"] = functools.partial(lower, case, shape, "pallas", False)
+        name = "".join(f"{axis}{size}" for axis, size in sizes.items())
+        lower = forward if "T" in more else gradient_of
+        table[f"kernels/{label}/{name}/{form}"] = functools.partial(lower, case, sizes, form)
+  case = scan_kernels.LINEAR_ATTENTION["scalar-step"]
+  table["forward/linear_attention"] = functools.partial(forward, case, case.sizes, "pallas")
   return table
 
 
@@ -94,20 +110,16 @@ def other_ops():
   """
   cases = scan_kernels
 
-  def lower(case, form, gradient=True):
-    arrays = jax.eval_shape(lambda: cases.make_inputs(case, case.sizes, 0))
-    inputs = {name: x for name, x in arrays.items() if name != "cotangent"}
-    if not gradient:
-      return lowered(lambda x: cases.forward(case, x, form), form, inputs)
-    call = lambda x, y: cases.gradients(case, x, y, form)
-    return lowered(call, form, inputs, arrays["cotangent"])
+  def forward(case, form):
+    arrays, _ = inputs_of(case, case.sizes)
+    return lowered(lambda x: cases.forward(case, x, form), form, arrays)
 
   table = {}
   for label, case in cases.CASES.items():
-    for form in ("pallas", "chunked"):
-      table[f"scan_kernels/{label}/{form}"] = functools.partial(lower, case, form)
+    for form in ("pallas", "chunked") if label not in cases.LINEAR_ATTENTION else ():
+      table[f"scan_kernels/{label}/{form}"] = functools.partial(gradient_of, case, case.sizes, form)
   for label in FORWARD:
-    table[f"forward/{label}"] = functools.partial(lower, cases.CASES[label], "pallas", False)
+    table[f"forward/{label}"] = functools.partial(forward, cases.CASES[label], "pallas")
   return table
 
 
