@@ -14,21 +14,17 @@ run in the kernel of cuDNN.
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import jax
 
-from benchmarks import csv_rows
+from benchmarks import csv_rows, turns
 from benchmarks.train_step import Run, compile_step, random_batch
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
@@ -76,69 +72,12 @@ def measure(row: str, cfg, kernels: Path, when_ready, *, steps: int, runs: int) 
 
 
 def work(row: str, args) -> None:
-  """One process: compiles, says so, waits to be called, measures, and prints a line of JSON."""
-
-  def when_ready():
-    print("ready", flush=True)
-    sys.stdin.readline()
-
-  try:
-    settings = [*args.set, f"model.mixer={row.removesuffix(f' {NO_BORDERS}')}"]
-    cfg = apply_overrides(load_config(args.config), settings)
-    options = {"steps": args.steps, "runs": args.runs}
-    columns = measure(row, cfg, args.kernels, when_ready, **options)
-    columns["device"] = jax.devices()[0].device_kind
-  except Exception as reason:  # out of memory, a compiler's error: the other rows go on
-    note = " ".join(f"{type(reason).__name__}: {reason}".split())[:300]
-    columns = {"mixer": row, "note": note}
-  print(json.dumps(columns), flush=True)
-
-
-def measure_together(rows, arguments: list[str], jobs: int, patience: float):
-  """Yields the columns of these rows: `jobs` of their processes compile at a time, and when all
-  have, or after `patience` seconds, one after the other measures."""
-  # Memory that a process reserves ahead would be missing to the others.
-  environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-  command = [sys.executable, "-m", "benchmarks.mixers", *arguments, "--worker"]
-  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-  workers, lines = {}, {}
-  late, starting = threading.Event(), threading.Lock()
-
-  def line_of(row):  # "ready", JSON, or nothing from a process that ended
-    return next((line for line in workers[row].stdout if line.startswith(("ready", "{"))), "")
-
-  def compiled(row):
-    with starting:
-      if late.is_set():
-        return
-      workers[row] = subprocess.Popen([*command, row], env=environment, text=True, **pipes)
-    line = line_of(row)
-    with starting:
-      if not late.is_set():
-        lines[row] = line
-
-  pool = ThreadPoolExecutor(jobs)
-  wait([pool.submit(compiled, row) for row in rows], timeout=patience)
-  with starting:
-    late.set()
-  too_late = [workers[row] for row in set(workers) - set(lines)]
-  for worker in too_late:
-    worker.kill()
-  pool.shutdown()
-  for worker in too_late:
-    worker.communicate()
-  for row in rows:
-    if row not in lines:
-      yield {"mixer": row, "note": f"not compiled after {patience:.0f} s with the others"}
-      continue
-    line = lines[row]
-    if line.startswith("ready"):
-      workers[row].stdin.write("\n")
-      workers[row].stdin.flush()
-      line = line_of(row)
-    workers[row].kill()  # it has said all; the next need not wait for it to clean up
-    workers[row].communicate()
-    yield json.loads(line) if line else {"mixer": row, "note": "its process ended"}
+  """One process: compiles, waits for its turn, measures, and prints a line of JSON."""
+  settings = [*args.set, f"model.mixer={row.removesuffix(f' {NO_BORDERS}')}"]
+  cfg = apply_overrides(load_config(args.config), settings)
+  options = {"steps": args.steps, "runs": args.runs}
+  columns = measure(row, cfg, args.kernels, turns.wait, **options)
+  print(json.dumps(columns | {"device": jax.devices()[0].device_kind}), flush=True)
 
 
 def main(arguments=None) -> list[dict]:
@@ -173,14 +112,17 @@ def main(arguments=None) -> list[dict]:
     options += [f"--steps={args.steps}", f"--runs={args.runs}", "--kernels", kernels]
     print("  ".join(FIELDS), flush=True)
     told = False
-    measured = (measure_together(group, options, args.jobs, args.patience) for group in groups)
-    for columns in itertools.chain.from_iterable(measured):
-      if "device" in columns and not told:
-        told = True
-        print(f"device: {columns['device']}, jax {jax.__version__}")
-      csv_rows.add(rows, columns, FIELDS, args.out)
+    command = [sys.executable, "-m", "benchmarks.mixers", *options, "--worker"]
+    for group in groups:
+      measured = turns.take([[*command, row] for row in group], args.jobs, args.patience)
+      for row, columns in zip(group, measured, strict=True):
+        if "device" in columns and not told:
+          told = True
+          print(f"device: {columns['device']}, jax {jax.__version__}")
+        csv_rows.add(rows, {"mixer": row} | columns, FIELDS, args.out)
   return rows
 
 
 if __name__ == "__main__":
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
   main()

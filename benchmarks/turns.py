@@ -11,6 +11,8 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,25 +39,29 @@ def alone(command: Sequence[str], longest: float | None = None) -> dict[str, Any
   return _last(ended.stdout.splitlines(), ended.returncode, ended.stderr or ended.stdout)
 
 
-def take(commands: Sequence[Sequence[str]], at_once: int = AT_ONCE) -> Iterator[dict[str, Any]]:
+def take(
+  commands: Sequence[Sequence[str]], at_once: int = AT_ONCE, patience: float | None = None
+) -> Iterator[dict[str, Any]]:
   """The object that each command prints as its last line of JSON, in order.
 
-  One that fails yields {"note": the end of what it printed}. If the caller stops, all are killed.
+  One that fails yields {"note": the end of what it printed}. If the caller stops, all are killed,
+  and after `patience` seconds those that are not ready.
   """
   with contextlib.ExitStack() as stack:
     started: list[subprocess.Popen[str]] = []
     printed: list[list[str]] = []
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    end = time.monotonic() + (threading.TIMEOUT_MAX if patience is None else patience)
     for number, command in enumerate(commands):
       if number >= at_once:
-        _read(started[number - at_once], printed[number - at_once], until=_READY)
+        _read_ready(started[number - at_once], printed[number - at_once], end)
       process = subprocess.Popen(command, **pipes, stderr=subprocess.STDOUT, text=True)
       stack.enter_context(process)
       stack.callback(process.kill)
       started.append(process)
       printed.append([])
     for process, lines in zip(started, printed, strict=True):
-      _read(process, lines, until=_READY)
+      _read_ready(process, lines, end)
     for process, lines in zip(started, printed, strict=True):
       with contextlib.suppress(BrokenPipeError):  # it has failed, and says why
         process.stdin.write("\n")
@@ -67,6 +73,19 @@ def take(commands: Sequence[Sequence[str]], at_once: int = AT_ONCE) -> Iterator[
 def _last(lines: Sequence[str], status: int, said: str) -> dict[str, Any]:
   found = [line for line in lines if line.startswith("{")]
   return {"note": " ".join(said.split())[-300:]} if status or not found else json.loads(found[-1])
+
+
+def _read_ready(process, lines: list[str], end: float) -> None:
+  """Reads until the process is ready; kills it at the time `end`."""
+
+  def kill():
+    lines.append("not ready in time")
+    process.kill()
+
+  timer = threading.Timer(max(0.0, end - time.monotonic()), kill)
+  timer.start()
+  _read(process, lines, until=_READY)
+  timer.cancel()
 
 
 def _read(process, lines: list[str], until: str | None) -> None:

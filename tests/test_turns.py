@@ -33,3 +33,8 @@ def test_a_process_that_fails_says_why_and_the_others_go_on():
 def test_command_that_takes_too_long_is_ended():
   command = [sys.executable, "-c", "import time; time.sleep(60)"]
   assert turns.alone(command, 0.2) == {"note": "not finished after 0.2 s"}
+
+
+def test_process_that_is_not_ready_in_time_is_ended():
+  command = [sys.executable, "-c", "import time; time.sleep(60)"]
+  assert list(turns.take([command], patience=0.2)) == [{"note": "not ready in time"}]
