@@ -8,8 +8,6 @@ from flax import nnx
 
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_finite
-from lnssm_jax.mixers.common.initializers import decay_rate, step_size_bias
-from lnssm_jax.mixers.common.projections import Linear
 from lnssm_jax.mixers.delta_net import DeltaBlock, DeltaNetState, value_widths
 from lnssm_jax.ops import delta_rule
 from lnssm_jax.ops.core.precision import wide
@@ -74,26 +72,19 @@ class Comba(DeltaBlock):
     rngs: nnx.Rngs,
   ):
     widths = value_widths(dim, num_heads, num_value_heads, head_dim, expand_v)
-    values, key_dim, value_dim = widths
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     init = nnx.initializers.normal(0.02)
     self._build(
       dim,
       num_heads,
-      values,
-      key_dim,
-      value_dim,
+      widths,
       conv_size=conv_size,
       conv_bias=conv_bias,
       norm_eps=norm_eps,
       kernel_init=init,
       options=options,
     )
-    linear = functools.partial(Linear, kernel_init=init, **options)
-    self.a_proj = linear(dim, values)
-    self.g_proj = linear(dim, values * value_dim) if use_gate else None
-    self.log_rate = nnx.Param(decay_rate(rngs.params(), (values,), param_dtype))
-    self.a_proj.draw_bias(step_size_bias, rngs)
+    self._build_decay_and_gate(use_gate, init, options)
     check_finite("correction_factor", correction_factor)
     per_head = lambda value: nnx.Param(jnp.full(num_heads, value, param_dtype))
     self.inner_gain = per_head(1.0) if use_inner_decay else None

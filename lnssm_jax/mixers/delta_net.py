@@ -80,9 +80,7 @@ class DeltaBlock(Mixer[DeltaNetState]):
     self,
     dim,
     num_heads,
-    num_value_heads,
-    key_dim,
-    value_dim,
+    widths,  # as of `value_widths`
     *,
     conv_size,
     conv_bias,
@@ -96,8 +94,8 @@ class DeltaBlock(Mixer[DeltaNetState]):
     options,
   ):
     self.dim, self.num_heads, self.dtype = dim, num_heads, jnp.dtype(options["dtype"])
-    self.num_value_heads = num_value_heads
-    self.key_dim, self.value_dim = key_dim, value_dim
+    num_value_heads, key_dim, value_dim = widths
+    self.num_value_heads, self.key_dim, self.value_dim = widths
     self.qk_activation, self.qk_norm = qk_activation, qk_norm
     self.largest_beta = 2.0 if allow_neg_eigval else 1.0
     keys, values = num_heads * key_dim, num_value_heads * value_dim
@@ -112,6 +110,14 @@ class DeltaBlock(Mixer[DeltaNetState]):
     self.v_conv = conv(steps * values, conv_size, activation="silu")
     self.norm = RMSNorm(value_dim, eps=norm_eps, param_dtype=options["param_dtype"])
     self.o_proj = linear(values, dim)
+
+  def _build_decay_and_gate(self, use_gate, kernel_init, options):
+    values, rngs = self.num_value_heads, options["rngs"]
+    linear = functools.partial(Linear, self.dim, kernel_init=kernel_init, **options)
+    self.a_proj = linear(values)
+    self.g_proj = linear(values * self.value_dim) if use_gate else None
+    self.log_rate = nnx.Param(decay_rate(rngs.params(), (values,), options["param_dtype"]))
+    self.a_proj.draw_bias(step_size_bias, rngs)
 
   def _init_state(self, B):
     kv = jnp.zeros((B, self.num_value_heads, self.key_dim, self.value_dim), jnp.float32)
@@ -252,9 +258,7 @@ class DeltaNet(DeltaBlock):
     self._build(
       dim,
       num_heads,
-      num_heads,
-      key_dim,
-      value_dim,
+      (num_heads, key_dim, value_dim),
       conv_size=conv_size,
       conv_bias=conv_bias,
       qk_activation=qk_activation,
@@ -329,25 +333,18 @@ class GatedDeltaNet(DeltaBlock):
     rngs: nnx.Rngs,
   ):
     widths = value_widths(dim, num_heads, num_value_heads, head_dim, expand_v)
-    values, key_dim, value_dim = widths
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     self._build(
       dim,
       num_heads,
-      values,
-      key_dim,
-      value_dim,
+      widths,
       conv_size=conv_size,
       conv_bias=conv_bias,
       allow_neg_eigval=allow_neg_eigval,
       norm_eps=norm_eps,
       options=options,
     )
-    linear = functools.partial(Linear, kernel_init=xavier_uniform(2**-2.5), **options)
-    self.a_proj = linear(dim, values)
-    self.g_proj = linear(dim, values * value_dim) if use_gate else None
-    self.log_rate = nnx.Param(decay_rate(rngs.params(), (values,), param_dtype))
-    self.a_proj.draw_bias(step_size_bias, rngs)
+    self._build_decay_and_gate(use_gate, xavier_uniform(2**-2.5), options)
 
   def _mix(self, x, state, segment_ids):
     log_decay = self._decay_of_heads(x)

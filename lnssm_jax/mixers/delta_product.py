@@ -72,15 +72,12 @@ class DeltaProduct(DeltaBlock):
   ):
     self.num_householder = check_positive("num_householder", num_householder)
     widths = value_widths(dim, num_heads, num_value_heads, head_dim, expand_v)
-    values, key_dim, value_dim = widths
     options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     init = nnx.initializers.normal(0.02)
     self._build(
       dim,
       num_heads,
-      values,
-      key_dim,
-      value_dim,
+      widths,
       conv_size=conv_size,
       conv_bias=conv_bias,
       allow_neg_eigval=allow_neg_eigval,
@@ -89,7 +86,7 @@ class DeltaProduct(DeltaBlock):
       kernel_init=init,
       options=options,
     )
-    linear = functools.partial(Linear, kernel_init=init, **options)
+    linear, (values, _, value_dim) = functools.partial(Linear, kernel_init=init, **options), widths
     self.g_proj = linear(dim, values * value_dim) if use_gate else None
     self.a_proj = linear(dim, values) if use_forget_gate else None
     rate = lambda: nnx.Param(decay_rate(rngs.params(), (values,), param_dtype))

@@ -27,14 +27,11 @@ class _ChannelDecays(DeltaBlock):
     self, dim, num_heads, widths, *, decay_heads, gate_rank, use_beta, allow_neg_eigval,
     conv_size, conv_bias, norm_eps, options, gate_bias=True, full_gates=False,
   ):  # fmt: skip
-    values, key_dim, value_dim = widths
     init = nnx.initializers.normal(0.02)
     self._build(
       dim,
       num_heads,
-      values,
-      key_dim,
-      value_dim,
+      widths,
       conv_size=conv_size,
       conv_bias=conv_bias,
       allow_neg_eigval=allow_neg_eigval,
@@ -43,6 +40,7 @@ class _ChannelDecays(DeltaBlock):
       kernel_init=init,
       options=options,
     )
+    values, key_dim, value_dim = widths
     rank = value_dim if gate_rank is None else check_positive("gate_rank", gate_rank)
     linear = functools.partial(Linear, kernel_init=init, **options)
     rank = dim if full_gates else rank
