@@ -31,10 +31,13 @@ def test_forward_mode_error_names_the_implementation_that_has_it(name):
   close(forward, transposed(direction)[0])  # by two backward passes, as docs/own_models.md has it
 
   args, kwargs = scan.bind(case, x)
+  along = lambda form: lambda x: jax.jvp(run(form), (x,), (direction,))[1].sum()
   for form in ops.supported(scan.function, *args, **kwargs):
     try:
-      jax.jvp(run(form), (x,), (direction,))
+      along(form)(x)
     except TypeError as error:
+      with pytest.raises(TypeError, match=f"^{name}: implementation={form!r} has"):
+        jax.grad(along(form))(x)
       message = str(error)
       assert form != "reference"
       assert message.startswith(f"{name}: implementation={form!r} has")

@@ -238,17 +238,21 @@ def run(
   return finish(sharded(local, inputs, options, axis_name))
 
 
+# In JAX's messages; the second is of a gradient of a forward-mode derivative.
+_FORWARD_MODE = ("forward-mode", "'custom_lin'")
+
+
 @contextlib.contextmanager
 def _naming_forward_mode(op: str, name: str) -> Iterator[None]:
   """Says which implementation has forward-mode derivatives where JAX finds one without.
 
-  JAX finds it here where values are known. A derivative of `jax.jit` is taken of the finished
-  program, without a call of this op, and the message is JAX's.
+  JAX finds it here where values are known. A derivative of `jax.jit`, and what `jax.linearize`
+  returns, are of the finished program, without a call of this op, and the message is JAX's.
   """
   try:
     yield
-  except TypeError as error:
-    if "forward-mode" not in str(error):
+  except (TypeError, NotImplementedError) as error:
+    if not any(sign in str(error) for sign in _FORWARD_MODE):
       raise
     raise TypeError(
       f"{op}: implementation={name!r} has a backward pass of its own and no forward-mode derivative"
