@@ -267,7 +267,7 @@ class Answers:
         "temperature=0 of a request with do_sample=True draws nothing; give a temperature above 0,"
         " or do_sample=False."
       )
-    draws = temperature > 0 if draws is None else draws
+    draws = temperature != 0 if draws is None else draws
     options = SamplingOptions(
       max_tokens=_whole_number(_COUNTS[0], counts[0] if counts else MAX_TOKENS),
       temperature=(temperature or 1.0) if draws else 0.0,

@@ -159,6 +159,7 @@ def test_options_of_a_request_are_used(loaded, package):
     ({"max_gen_toks": 2.5}, r"max_gen_toks=2.5 of a request must be a whole number"),
     ({"do_sample": "no"}, r"do_sample='no' of a request must be true or false"),
     ({"do_sample": True, "temperature": 0}, r"temperature=0 of a request with do_sample=True"),
+    ({"temperature": -1}, r"temperature=-1 must be 0 \(greedy\) or in"),
     ({"min_p": 2.0}, r"min_p=2.0 must be in 0 to 1"),
     (None, r"options=None of a request must be a dictionary"),
   ],
