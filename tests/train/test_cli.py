@@ -110,7 +110,11 @@ def test_cli_wrong_usage_is_one_line_and_exit_code_2(tiny, config_file, tmp_path
   (tmp_path / "file").write_text("x")
   assert "is a file" in usage_error(capsys, *fit, "--set", f"run_dir={tmp_path / 'file'}")
   assert "no checkpoint in" in usage_error(capsys, "generate", "--config", path, "--prompt", "a")
-  assert "--prompt is empty" in usage_error(capsys, "generate", "--config", path, "--prompt", "")
+  for words in (("generate", "--prompt-file", ""), ("generate", "--stop="), ("init", "")):
+    with pytest.raises(SystemExit):
+      run(*words)
+    name = words[1].strip("=") or "an argument"
+    assert f"error: {name} is empty; give a value" in capsys.readouterr().err
   assert "either --run-dir" in usage_error(capsys, "evaluate")
   assert "is not a run folder" in usage_error(capsys, "evaluate", "--run-dir", tmp_path)
   assert "there is no folder none; give" in usage_error(capsys, "import", "none", *fit[1:])
@@ -378,7 +382,6 @@ def test_generate_prompt_of_a_file_and_texts_that_end_it(trained, tmp_path, caps
     (("--prompt-file", tmp_path / "binary"), "is no UTF-8 text"),
     (("--prompt-file", tmp_path / "empty"), "is empty"),
     (("--prompt-file", tmp_path / "no"), "no"),
-    (("--stop", ""), "--stop is empty"),
     (("--min-p", "2"), "min_p=2.0 must be in 0 to 1"),
   ):
     assert message in usage_error(capsys, "generate", *options, *wrong)

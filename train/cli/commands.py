@@ -96,9 +96,6 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def generate(options: argparse.Namespace) -> None:
   """Continues text with the model of a run or an exported model."""
-  for name in ("prompt", "stop"):
-    if "" in (getattr(options, name) or ()):
-      raise ValueError(f"--{name} is empty; give some text, or omit it.")
   sources = [x for x in ("prompt", "prompt_file", "prompts") if getattr(options, x)]
   if len(sources) > 1:
     both = " and ".join(f"--{name.replace('_', '-')}" for name in sources)

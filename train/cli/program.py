@@ -92,7 +92,7 @@ def run(
     if arguments[: len(old.split())] == old.split():
       write(sys.stderr, f"error: `{old}` is now `{new}`, in a checkout of the repository.\n")
       return 2
-  _check_names(parser, arguments)
+  _check_words(parser, arguments)
   options = parser.parse_args(arguments)
   if options.command is None:
     parser.print_help()
@@ -150,12 +150,17 @@ def _is_joined() -> bool:
   return module is not None and module.count() > 1
 
 
-def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-  """Exits if an option has a name that its command lacks, with the closest that it has.
+def _check_words(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+  """Exits if a word is empty, or an option has a name that its command lacks.
 
-  argparse would first report what is missing, such as the option whose name is misspelled.
+  argparse would first report what is missing, such as the option whose name is misspelled. An empty
+  word, as of a shell's variable that is not set, would be an option that is not given, or this
+  folder.
   """
-  for argument in arguments:
+  for before, argument in zip(["", *arguments], arguments, strict=False):
+    if argument in ("", f"{argument.partition('=')[0]}=") and argument[:2] in ("", "--"):
+      name = argument[:-1] or (before if before.startswith("--") else "an argument")
+      parser.error(f"{name} is empty; give a value, or omit it")
     commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if commands and argument in commands[0].choices:
       parser = commands[0].choices[argument]
