@@ -1,6 +1,6 @@
 """Types of `attention`: its key-value cache, its mask, its arguments once they are checked."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax.export import is_symbolic_dim
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 from lnssm_jax.ops.core.symbolic import UNIT
 
@@ -67,26 +68,17 @@ class Mask(NamedTuple):
     return seen
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  q: jax.Array  # [B, T, H, K]
-  k: jax.Array  # [B, T, G, K]
-  v: jax.Array  # [B, T, G, V]
-  state: AttentionState | None
-  segments: Segments | None
-  dropout_keys: jax.Array | None = None  # [B, T, H, 2] uint32
-  sinks: jax.Array | None = None  # [H]
-
-  AXES = {  # noqa: RUF012
-    "q": "BTHK",
-    "k": "BTHK",
-    "v": "BTHV",
-    "state": "BMHK",
-    "segments": "BT",
-    "dropout_keys": "BTH",
-    "sinks": "H",
-  }
+  q: Annotated[jax.Array, "BTHK"]
+  k: Annotated[jax.Array, "BTHK"]  # [B, T, G, K]
+  v: Annotated[jax.Array, "BTHV"]  # [B, T, G, V]
+  state: Annotated[AttentionState | None, "BMHK"]
+  segments: Annotated[Segments | None, "BT"]
+  dropout_keys: Annotated[jax.Array | None, "BTH"] = None  # [B, T, H, 2] uint32
+  sinks: Annotated[jax.Array | None, "H"] = None
 
 
 class Options(NamedTuple):

@@ -1,12 +1,13 @@
 """Types of `causal_conv1d`: its state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import axes_of, with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -17,24 +18,17 @@ class ConvState(NamedTuple):
   inputs: ty.BWD
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  x: jax.Array  # [B, T, D]
-  kernel: jax.Array  # [S, W, D]: S convolutions of x
-  bias: jax.Array | None  # [D]
-  offsets: jax.Array | None  # [B, T, S D], of `token_shift`: S columns of D channels
-  state: ConvState | None  # None: zeros
-  segments: Segments | None
-
-  AXES = {  # noqa: RUF012
-    "x": "BTD",
-    "kernel": "SWD",
-    "bias": "D",
-    "offsets": "BTC",  # C is S D: each device has all of them
-    "state": "BWD",
-    "segments": "BT",
-  }
+  x: Annotated[jax.Array, "BTD"]
+  kernel: Annotated[jax.Array, "SWD"]  # [S, W, D]: S convolutions of x
+  bias: Annotated[jax.Array | None, "D"]
+  # Of `token_shift`: S columns of D channels. C is S D: each device has all of them.
+  offsets: Annotated[jax.Array | None, "BTC"]
+  state: Annotated[ConvState | None, "BWD"]  # None: zeros
+  segments: Annotated[Segments | None, "BT"]
 
 
 RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arrays
@@ -43,7 +37,7 @@ RESULT_AXES = ("BTD", "BWD")  # of each of the S outputs and of the state's arra
 class ShiftInputs(Inputs):
   """Of `token_shift`, whose outputs are projected: each device has all channels, as letter V."""
 
-  AXES = {n: axes.replace("D", "V") for n, axes in Inputs.AXES.items()}  # noqa: RUF012
+  AXES = {n: axes.replace("D", "V") for n, axes in axes_of(Inputs).items()}  # noqa: RUF012
 
 
 SHIFT_RESULT_AXES = ("BTV", "BWV")

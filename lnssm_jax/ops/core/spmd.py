@@ -11,13 +11,28 @@ so already are not moved. Those without such an axis are replicated, and their g
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
 # The axes of a mesh over which an axis of an array is sharded.
 MESH_AXES = {"B": ("data", "fsdp"), "H": ("tensor",), "D": ("tensor",)}
+
+
+def axes_of(inputs: type) -> dict[str, str]:
+  """{field: "BTHK"} of a NamedTuple: the strings by which its fields are annotated.
+
+  They are the axes of an array, or of all arrays of a field.
+  """
+  hints = get_type_hints(inputs, include_extras=True)
+  return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def with_axes[Inputs](inputs: type[Inputs]) -> type[Inputs]:
+  """Decorates a NamedTuple: sets its `AXES`, as of `axes_of`."""
+  inputs.AXES = axes_of(inputs)  # pyrefly: ignore
+  return inputs
 
 
 class Division(NamedTuple):

@@ -1,20 +1,21 @@
 """Types of `cross_entropy`: its arguments once they are checked, its results, and the last step."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core.spmd import with_axes
 
+
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  logits: jax.Array  # [B, T, V] float32
-  targets: jax.Array  # [B, T] int32
-  weights: jax.Array  # [B, T] float32
-
   # The vocabulary is never sharded here, so it has the letter V.
-  AXES = {"logits": "BTV", "targets": "BT", "weights": "BT"}  # noqa: RUF012
+  logits: Annotated[jax.Array, "BTV"]  # float32
+  targets: Annotated[jax.Array, "BT"]  # int32
+  weights: Annotated[jax.Array, "BT"]  # float32
 
 
 class Options(NamedTuple):

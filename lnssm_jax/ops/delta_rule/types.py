@@ -1,12 +1,13 @@
 """Types of `delta_rule`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -17,31 +18,20 @@ class DeltaRuleState(NamedTuple):
   kv: ty.BHKV  # the map from keys to values learned so far
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
   # Arrays with an axis H may have fewer heads, as in `core/grouped_heads.py`.
-  q: jax.Array  # [B, T, H, K]
-  k: jax.Array  # [B, T, H, K]
-  v: jax.Array  # [B, T, H, V]
-  beta: jax.Array  # [B, T, H, 1 or V], float32
-  log_decay: jax.Array  # [B, T, H, 1 or K], float32; 0 without decay
-  erase_key: jax.Array | None  # [B, T, H, K]; None for k itself
-  write_key: jax.Array | None  # [B, T, H, K]; None for k itself
-  state: DeltaRuleState
-  segments: Segments | None
-
-  AXES = {  # noqa: RUF012
-    "q": "BTHK",
-    "k": "BTHK",
-    "v": "BTHV",
-    "beta": "BTHV",
-    "log_decay": "BTHK",
-    "erase_key": "BTHK",
-    "write_key": "BTHK",
-    "state": "BH",
-    "segments": "BT",
-  }
+  q: Annotated[jax.Array, "BTHK"]
+  k: Annotated[jax.Array, "BTHK"]
+  v: Annotated[jax.Array, "BTHV"]
+  beta: Annotated[jax.Array, "BTHV"]  # [B, T, H, 1 or V], float32
+  log_decay: Annotated[jax.Array, "BTHK"]  # [B, T, H, 1 or K], float32; 0 without decay
+  erase_key: Annotated[jax.Array | None, "BTHK"]  # None for k itself
+  write_key: Annotated[jax.Array | None, "BTHK"]  # None for k itself
+  state: Annotated[DeltaRuleState, "BH"]
+  segments: Annotated[Segments | None, "BT"]
 
   @property
   def erase(self) -> jax.Array:

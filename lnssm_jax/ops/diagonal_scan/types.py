@@ -1,12 +1,13 @@
 """Types of `diagonal_scan`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -17,15 +18,14 @@ class DiagonalState(NamedTuple):
   h: ty.AnyBD  # the last h in the direction of the scan
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  decay: jax.Array  # [B, T, D] or [1, 1, D]
-  x: jax.Array  # [B, T, D]
-  state: DiagonalState  # in the dtype of the sums
-  segments: Segments | None
-
-  AXES = {"decay": "BTD", "x": "BTD", "state": "BD", "segments": "BT"}  # noqa: RUF012
+  decay: Annotated[jax.Array, "BTD"]  # or [1, 1, D]
+  x: Annotated[jax.Array, "BTD"]
+  state: Annotated[DiagonalState, "BD"]  # in the dtype of the sums
+  segments: Annotated[Segments | None, "BT"]
 
   def keep(self, *, reverse: bool) -> jax.Array | None:
     """[B, T, 1]: False where the state is reset before a token; None: it never is."""

@@ -1,12 +1,13 @@
 """Types of `linear_attention`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -18,31 +19,20 @@ class LinearAttentionState(NamedTuple):
   key_sum: ty.BHK | None = None  # the decayed sum of k; None without the normalizer
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
   # Arrays with an axis H may have fewer heads, as in `core/grouped_heads.py`.
-  q: jax.Array  # [B, T, H, K]
-  k: jax.Array  # [B, T, H, K]
-  v: jax.Array  # [B, T, H, V]
-  log_decay: jax.Array  # broadcastable to [B, T, H, K], float32; 0 without decay
-  value_log_decay: jax.Array | None  # broadcastable to [B, T, H, V], float32
-  bonus: jax.Array | None  # [H, K]
-  state: LinearAttentionState  # with both fields
-  segments: Segments | None
-  own_weight: jax.Array | None = None  # [B, T, H], float32
-
-  AXES = {  # noqa: RUF012
-    "q": "BTHK",
-    "k": "BTHK",
-    "v": "BTHV",
-    "log_decay": "BTHK",
-    "value_log_decay": "BTHV",
-    "bonus": "HK",
-    "state": "BH",
-    "segments": "BT",
-    "own_weight": "BTH",
-  }
+  q: Annotated[jax.Array, "BTHK"]
+  k: Annotated[jax.Array, "BTHK"]
+  v: Annotated[jax.Array, "BTHV"]
+  log_decay: Annotated[jax.Array, "BTHK"]  # broadcastable to [B, T, H, K], float32; 0 without decay
+  value_log_decay: Annotated[jax.Array | None, "BTHV"]  # broadcastable to [B, T, H, V], float32
+  bonus: Annotated[jax.Array | None, "HK"]
+  state: Annotated[LinearAttentionState, "BH"]  # with both fields
+  segments: Annotated[Segments | None, "BT"]
+  own_weight: Annotated[jax.Array | None, "BTH"] = None  # float32
 
 
 RESULT_AXES = ("BTHV", "BH")  # of the output and of the state's arrays

@@ -1,6 +1,6 @@
 """Types of `longhorn_scan`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import channel_states
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -18,31 +19,20 @@ class LonghornState(NamedTuple):
   h: ty.BDN  # the linear map from keys to inputs
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  x: jax.Array  # [B, T, D]
-  beta: jax.Array  # [B, T, D]
-  k: jax.Array  # [B, T, N]
-  q: jax.Array  # [B, T, N]
-  skip: jax.Array  # [D], in the dtype of the sums
-  state: LonghornState
-  segments: Segments | None
+  x: Annotated[jax.Array, "BTD"]
+  beta: Annotated[jax.Array, "BTD"]
+  k: Annotated[jax.Array, "BTN"]
+  q: Annotated[jax.Array, "BTN"]
+  skip: Annotated[jax.Array, "D"]  # in the dtype of the sums
+  state: Annotated[LonghornState, "BDN"]
+  segments: Annotated[Segments | None, "BT"]
   # Where beta = sigmoid(beta_logits + beta_bias): the kernels write the gradients by these two.
-  beta_logits: jax.Array | None = None  # [B, T, D]
-  beta_bias: jax.Array | None = None  # [D], float32 at least
-
-  AXES = {  # noqa: RUF012
-    "x": "BTD",
-    "beta": "BTD",
-    "k": "BTN",
-    "q": "BTN",
-    "skip": "D",
-    "state": "BDN",
-    "segments": "BT",
-    "beta_logits": "BTD",
-    "beta_bias": "D",
-  }
+  beta_logits: Annotated[jax.Array | None, "BTD"] = None
+  beta_bias: Annotated[jax.Array | None, "D"] = None  # float32 at least
 
 
 def strengths(beta: jax.Array, bias: jax.Array | None, beta_sigmoid: bool) -> channel_states.Rate:

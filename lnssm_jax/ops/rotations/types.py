@@ -1,37 +1,28 @@
 """Types of `rotations`: its arguments."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lnssm_jax.ops.core.spmd import axes_of, with_axes
+
 CHUNK = 16  # tokens, or all of a shorter sequence
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments; T tokens in L chunks, which are whole where an implementation gets them."""
 
-  keys: jax.Array  # [B, T, R, G, N]
-  queries: jax.Array  # [B, T, R, G, N]
-  key_offset: jax.Array  # [H, R, N]
-  query_offset: jax.Array  # [H, R, N]
-  pace: jax.Array  # [B, T, A], float32 at least, as all that follow
-  step: jax.Array  # [B, T, H]
-  weight: jax.Array  # [B, T, H]
-  entering: jax.Array  # [B, L, H, A], the angles before each chunk
-  keep: jax.Array  # [B, T], 0 where a document begins that is not a row's first, else 1
-
-  AXES = {  # noqa: RUF012
-    "keys": "BTRGN",
-    "queries": "BTRGN",
-    "key_offset": "HRN",
-    "query_offset": "HRN",
-    "pace": "BTA",
-    "step": "BTH",
-    "weight": "BTH",
-    "entering": "BLHA",
-    "keep": "BT",
-  }
+  keys: Annotated[jax.Array, "BTRGN"]
+  queries: Annotated[jax.Array, "BTRGN"]
+  key_offset: Annotated[jax.Array, "HRN"]
+  query_offset: Annotated[jax.Array, "HRN"]
+  pace: Annotated[jax.Array, "BTA"]  # float32 at least, as all that follow
+  step: Annotated[jax.Array, "BTH"]
+  weight: Annotated[jax.Array, "BTH"]
+  entering: Annotated[jax.Array, "BLHA"]  # the angles before each chunk
+  keep: Annotated[jax.Array, "BT"]  # 0 where a document begins that is not a row's first, else 1
   RESULTS = ("BTHRN", "BTHRN")
 
 
@@ -55,5 +46,5 @@ def whole_chunks(x: jax.Array, number: int) -> jax.Array:
 def with_whole_chunks(inputs: Inputs) -> Inputs:
   """The same with zeros after the last token."""
   L = inputs.entering.shape[1]
-  of_tokens = (name for name, axes in Inputs.AXES.items() if axes.startswith("BT"))
+  of_tokens = (name for name, axes in axes_of(Inputs).items() if axes.startswith("BT"))
   return inputs._replace(**{name: whole_chunks(getattr(inputs, name), L) for name in of_tokens})

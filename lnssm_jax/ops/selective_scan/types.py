@@ -1,6 +1,6 @@
 """Types of `selective_scan`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import channel_states
 from lnssm_jax.ops.core.activations import softplus
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -19,33 +20,21 @@ class SelectiveState(NamedTuple):
   h: ty.BDN  # the decayed sum of (dt x) b^T
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  x: jax.Array  # [B, T, D]
-  dt: jax.Array  # [B, T, D]
-  a: jax.Array  # [D, N] or [D, 1], in the dtype of the sums
-  b: jax.Array  # [B, T, N]
-  c: jax.Array  # [B, T, N]
-  skip: jax.Array  # [D], in the dtype of the sums
-  state: SelectiveState
-  segments: Segments | None
+  x: Annotated[jax.Array, "BTD"]
+  dt: Annotated[jax.Array, "BTD"]
+  a: Annotated[jax.Array, "DN"]  # or [D, 1], in the dtype of the sums
+  b: Annotated[jax.Array, "BTN"]
+  c: Annotated[jax.Array, "BTN"]
+  skip: Annotated[jax.Array, "D"]  # in the dtype of the sums
+  state: Annotated[SelectiveState, "BDN"]
+  segments: Annotated[Segments | None, "BT"]
   # Where dt = softplus(dt_logits + dt_bias): the kernels write the gradients by these two.
-  dt_logits: jax.Array | None = None  # [B, T, D]
-  dt_bias: jax.Array | None = None  # [D], float32 at least
-
-  AXES = {  # noqa: RUF012
-    "x": "BTD",
-    "dt": "BTD",
-    "a": "DN",
-    "b": "BTN",
-    "c": "BTN",
-    "skip": "D",
-    "state": "BDN",
-    "segments": "BT",
-    "dt_logits": "BTD",
-    "dt_bias": "D",
-  }
+  dt_logits: Annotated[jax.Array | None, "BTD"] = None
+  dt_bias: Annotated[jax.Array | None, "D"] = None  # float32 at least
 
 
 def step_sizes(dt: jax.Array, bias: jax.Array | None, dt_softplus: bool) -> channel_states.Rate:

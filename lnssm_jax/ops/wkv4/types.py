@@ -1,12 +1,13 @@
 """Types of `wkv4`: its recurrent state, and its arguments once they are checked."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core.segments import Segments
+from lnssm_jax.ops.core.spmd import with_axes
 from lnssm_jax.ops.core.states import register_state
 
 # An empty state's maximum. Finite, so that no difference of two of them is a NaN, and far enough
@@ -27,24 +28,16 @@ class WKV4State(NamedTuple):
   denominator: ty.BD
 
 
+@with_axes
 class Inputs(NamedTuple):
   """The arguments in the form that every implementation takes."""
 
-  k: jax.Array  # [B, T, D]
-  v: jax.Array  # [B, T, D]
-  decay_rate: jax.Array  # [D]
-  bonus: jax.Array  # [D]
-  state: WKV4State
-  segments: Segments | None
-
-  AXES = {  # noqa: RUF012
-    "k": "BTD",
-    "v": "BTD",
-    "decay_rate": "D",
-    "bonus": "D",
-    "state": "BD",
-    "segments": "BT",
-  }
+  k: Annotated[jax.Array, "BTD"]
+  v: Annotated[jax.Array, "BTD"]
+  decay_rate: Annotated[jax.Array, "D"]
+  bonus: Annotated[jax.Array, "D"]
+  state: Annotated[WKV4State, "BD"]
+  segments: Annotated[Segments | None, "BT"]
 
   @property
   def keep(self) -> jax.Array | None:
