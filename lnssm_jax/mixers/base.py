@@ -275,6 +275,11 @@ class Mixer[State](nnx.Module):
     """`with_aux` on checked arguments."""
     return *self._mix_dropping(x, state, segment_ids, None), None
 
+  def _place(self, state: Any, segment_ids: jax.Array | None) -> dict[str, Any]:
+    """The arguments by which an op continues `state`, its own, on this shard of the sequence."""
+    axis = self.sequence_axis
+    return {"axis_name": axis, "initial_state": state, "segment_ids": segment_ids}
+
   def _init_state(self, B: int) -> State:
     """`init_state` for a checked batch size."""
     raise NotImplementedError

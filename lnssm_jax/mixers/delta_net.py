@@ -153,10 +153,7 @@ class DeltaBlock(Mixer[DeltaNetState]):
     return beta if self.largest_beta == 1 else self.largest_beta * beta
 
   def _place(self, state, segment_ids):
-    """Where the recurrence starts, for the op."""
-    recurrent = None if state is None else state.recurrent
-    axis = self.sequence_axis
-    return {"axis_name": axis, "initial_state": recurrent, "segment_ids": segment_ids}
+    return super()._place(None if state is None else state.recurrent, segment_ids)
 
   def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
     """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""

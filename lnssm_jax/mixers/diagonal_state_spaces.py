@@ -44,9 +44,7 @@ class _Diagonal(SingleInput):
     y, (h,) = long_convolution(
       x,
       self._kernel(),
-      axis_name=self.sequence_axis,
-      initial_state=None if h is None else ExponentialState(h),
-      segment_ids=segment_ids,
+      **self._place(None if h is None else ExponentialState(h), segment_ids),
     )
     return y, h
 
@@ -287,9 +285,7 @@ class S5(Mixer[ComplexState]):
     h, recurrent = diagonal_scan(
       jnp.exp(log_pole),
       jnp.expm1(log_pole) / pole * added,  # expm1: the difference itself would cancel
-      axis_name=self.sequence_axis,
-      initial_state=None if state is None else DiagonalState(to_complex(state)),
-      segment_ids=segment_ids,
+      **self._place(None if state is None else DiagonalState(to_complex(state)), segment_ids),
     )
     parts = jnp.concatenate([h.real, h.imag], axis=-1).astype(self.dtype)
     y = 2 * wide(self.c_proj(parts)) + wide(self.skip[...]) * wide(x)

@@ -185,9 +185,7 @@ class GLA(SelectingMixer[LinearAttentionState | GLAState]):
       split_heads(v, G),
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     gate = None if self.g_proj is None else split_heads(self.g_proj(x), self.num_heads)
     out = self.o_proj(merge_heads(self.norm(y, gate=gate, dtype=self.dtype)))
@@ -298,9 +296,7 @@ class RetNet(Mixer[RetNetState]):
       v,
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
-      axis_name=axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     y = self.norm(y, gate=heads(self.g_proj(x)), dtype=self.dtype)
     return self.o_proj(merge_heads(y)), RetNetState(recurrent, position)

@@ -99,9 +99,7 @@ class GateLoop(Mixer[ComplexState]):
       heads(self.v_proj(x)),
       log_decay=twice(log_decay, log_decay),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     real, imag = jnp.split(recurrent.kv, 2, axis=-2)
     cos, sin = (turn(last).reshape(*real.shape[:-1], 1) for turn in (jnp.cos, jnp.sin))

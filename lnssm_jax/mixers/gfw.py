@@ -81,8 +81,6 @@ class GFW(QKVMixer[LinearAttentionState]):
       log_decay=heads(log_gate(self.a_proj(x), self.gate_logit_normalizer)),
       value_log_decay=heads(log_gate(self.c_proj(x), self.gate_logit_normalizer)),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     return self._output(heads(self.norm(merge_heads(y)))), state

@@ -113,9 +113,7 @@ class RGLRU(Mixer[RGLRUState]):
     h, recurrent = diagonal_scan(
       jnp.exp(log_decay),
       factor * jax.nn.sigmoid(self.input_gate(inner)) * inner,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     out = self.o_proj((gate * h).astype(self.dtype)).astype(self.dtype)
     return out, RGLRUState(conv, recurrent, jnp.ones_like(started))

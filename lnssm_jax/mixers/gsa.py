@@ -159,9 +159,7 @@ class GSA(SelectingMixer[GSAState]):
       write,
       value_log_decay=log_keep,
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=keys,
-      segment_ids=segment_ids,
+      **self._place(keys, segment_ids),
     )
     y, values = linear_attention(
       jax.nn.softmax(self.scale * scores, axis=-1).astype(self.dtype),
@@ -169,9 +167,7 @@ class GSA(SelectingMixer[GSAState]):
       v,
       log_decay=log_keep,
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=values,
-      segment_ids=segment_ids,
+      **self._place(values, segment_ids),
     )
     y = self.norm(jax.nn.silu(wide(merge_heads(y))))
     return self.o_proj(y.astype(self.dtype)), GSAState(keys, values, convs), selection

@@ -160,9 +160,7 @@ class HGRN2(_BoundedMixer[LinearAttentionState]):
       heads(v.astype(self.dtype)),
       log_decay=heads(log_decay),
       scale=scale,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     y = self.norm(merge_heads(y)).astype(self.dtype)
     return self.o_proj(y).astype(self.dtype), state
@@ -253,9 +251,7 @@ class HGRN(_BoundedMixer[ComplexState]):
     h, recurrent = diagonal_scan(
       jax.lax.complex(forget * jnp.cos(theta), forget * jnp.sin(theta)),
       rest * jax.nn.sigmoid(-f) * jax.lax.complex(*jnp.split(c, 2, axis=-1)),
-      axis_name=self.sequence_axis,
-      initial_state=None if state is None else DiagonalState(to_complex(state)),
-      segment_ids=segment_ids,
+      **self._place(None if state is None else DiagonalState(to_complex(state)), segment_ids),
     )
     y = self.norm(jnp.concatenate([h.real, h.imag], axis=-1)) * jax.nn.silu(self.g_proj(x))
     return self.o_proj(y.astype(self.dtype)).astype(self.dtype), from_complex(recurrent.h)
@@ -316,9 +312,7 @@ class LRN(Mixer[DiagonalState]):
     y, state = diagonal_scan(
       jax.nn.sigmoid(f),
       jax.nn.sigmoid(-f) * value,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     if self.g_proj is not None:
       y = y * jax.nn.sigmoid(self.g_proj(x))

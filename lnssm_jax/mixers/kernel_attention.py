@@ -112,9 +112,7 @@ class LinearAttention(QKVMixer[LinearAttentionState]):
       v,
       normalize=self.feature_map == "elu",
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     return self._output(y), state
 
@@ -221,15 +219,7 @@ class NormalizedAttention(QKVMixer[LinearAttentionState]):
 
   def _mix(self, x, state, segment_ids):
     q, k, v = (z.astype(self.dtype) for z in self._queries_keys_values(x))
-    y, state = linear_attention(
-      q,
-      k,
-      v,
-      scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
-    )
+    y, state = linear_attention(q, k, v, scale=1.0, **self._place(state, segment_ids))
     return self._output(wide(y) / self._eta(x)[..., None]), state
 
   def _mix_dropping(self, x, state, segment_ids, dropout_key):
@@ -306,9 +296,7 @@ class Based(QKVMixer[LinearAttentionState]):
       _taylor_features(k).astype(dtype),
       v.astype(self.dtype),
       normalize=True,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     return self._output(y), state
 

@@ -169,9 +169,7 @@ class LNSSM(Mixer[LNSSMState]):
       log_decay=log_decay,
       bonus=None if self.decay_first else ones,
       normalize=self.feature_map != "identity",
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     last = last_input(x, self.sequence_axis)
     y = y.reshape(B, T, D)

@@ -156,9 +156,7 @@ class LogLinear(Mamba2Block[LogLinearState]):
       v,
       log_decay=flat(jnp.where(resets[:, :, None], -jnp.inf, log_decay[..., None])),
       scale=1.0,
-      axis_name=axis,
-      initial_state=None if state is None else state.sums,
-      segment_ids=segment_ids,
+      **self._place(None if state is None else state.sums, segment_ids),
     )
     y = jnp.sum(wide(out).reshape(B, T, H, count, self.head_dim), axis=3)
     own = weights[..., 0] * jnp.sum(wide(q) * wide(k), axis=-1)

@@ -86,9 +86,7 @@ class Longhorn(_Longhorn[LonghornState]):
       skip=self.skip[...],
       beta_sigmoid=True,
       beta_bias=self.beta_proj.bias[...],
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     return self._output(y, z), LonghornState(conv, recurrent)
 
@@ -128,9 +126,7 @@ class LonghornExact(_Longhorn[LonghornExactState]):
       one_head(x),
       one_head(rate),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     y = wide(y[:, :, 0]) + wide(self.skip[...]) * wide(x)
     return self._output(y, z), LonghornExactState(conv, recurrent)

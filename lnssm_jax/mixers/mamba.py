@@ -199,9 +199,7 @@ class Mamba(SelectiveBlock[MambaState]):
       skip=self.skip[...],
       dt_softplus=True,
       dt_bias=self.dt_proj.bias[...],
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     return self._output(y, z), MambaState(conv, recurrent)
 
@@ -395,7 +393,5 @@ class Mamba2(Mamba2Block[Mamba2State]):
       v,
       log_decay=log_decay,
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )

@@ -224,9 +224,7 @@ class Mamba3(Mixer[Mamba3State]):
       log_decay=of_keys(log_decay),
       own_weight=of_keys(now / jnp.maximum(weight, _SMALLEST_WEIGHT)),
       scale=1.0,
-      axis_name=axis,
-      initial_state=None if state is None else self._entering(state, first),
-      segment_ids=segment_ids,
+      **self._place(None if state is None else self._entering(state, first), segment_ids),
     )
     out = self.o_proj(self._gated(out, v, z)).astype(self.dtype)
     key, value = rotated(b[:, -1], inputs.key_offset, angles.last), wide(v)[:, -1]

@@ -121,9 +121,7 @@ class MetaLA(SelectingMixer[MetaLAState]):
       v,
       log_decay=log_decay,
       scale=self.key_dim**-0.5,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     gain = wide(self.own_gain[...]).reshape(self.num_heads, self.key_dim)
     own = jnp.sum(wide(q) * gain * k, axis=-1, keepdims=True)

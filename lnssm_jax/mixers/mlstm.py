@@ -226,9 +226,7 @@ class MLSTM(Mixer[MLSTMState]):
       (jnp.exp(log_i - u)[..., None] * heads(wide(k))).astype(self.dtype),
       jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1),  # the last column of S is n
       log_decay=log_f + (u_before - u),
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     y, normalizer = wide(y[..., :-1]), wide(y[..., -1:])
     floor, eps = jnp.exp(-u)[..., None], self.denominator_eps * jnp.exp(m - u)[..., None]

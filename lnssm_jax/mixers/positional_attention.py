@@ -54,9 +54,7 @@ class _PositionalAttention(QKVMixer[PositionalState]):
       cosine_features(k, positions, theta).astype(self.dtype),
       v.astype(self.dtype),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=None if state is None else state.recurrent,
-      segment_ids=segment_ids,
+      **self._place(None if state is None else state.recurrent, segment_ids),
     )
     return wide(y), PositionalState(recurrent, last)
 

@@ -106,9 +106,7 @@ class QLSTM(Mixer[QLSTMState]):
     h, recurrent = diagonal_scan(
       self._decay(f),
       jax.nn.sigmoid(i) * inner,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     state = QLSTMState(conv, recurrent)
     if gate is None or self.o_proj is None:

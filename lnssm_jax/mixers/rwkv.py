@@ -116,9 +116,7 @@ class RWKV4(Mixer[RWKV4State]):
       self.v_proj(of_v),
       jnp.exp(wide(self.w[...])),
       wide(self.u[...]),
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     gate = jax.nn.sigmoid(wide(self.r_proj(of_r)))
     out = self.o_proj((gate * wide(y)).astype(self.dtype))
@@ -249,9 +247,7 @@ class RWKV5(_MatrixValued):
       log_decay=-jnp.exp(per_head(self.w)),
       bonus=per_head(self.u),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     out = self._output(y, of_g)
     return out, RWKV5State(last_input(x, self.sequence_axis), recurrent)
@@ -347,9 +343,7 @@ class RWKV6(_MatrixValued):
       log_decay=heads(-jnp.exp(jnp.minimum(w, _LARGEST_RATE))),
       bonus=wide(self.u[...]).reshape(self.num_heads, self.key_dim),
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     out = self._output(y, of_g)
     return out, RWKV5State(last_input(x, self.sequence_axis), recurrent)

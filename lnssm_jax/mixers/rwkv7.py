@@ -207,9 +207,7 @@ class RWKV7(Mixer[RWKV7State]):
       write_key=k,
       erase_before_decay=True,
       scale=1.0,
-      axis_name=self.sequence_axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     bonus = jnp.sum(wide(r) * wide(k) * heads(wide(self.bonus_gain[...])), -1, keepdims=True)
     y = merge_heads(self.norm.per_head(y) + bonus * wide(v))

@@ -54,9 +54,7 @@ class _Selective(Mixer[SelectiveState]):
       c,
       skip=self.skip[...],
       dt_softplus=True,
-      axis_name=self.sequence_axis,
-      initial_state=state,
-      segment_ids=segment_ids,
+      **self._place(state, segment_ids),
     )
     return self.o_proj(y).astype(self.dtype), state
 

@@ -177,9 +177,7 @@ class TNL(Mixer[TNLState]):
       v.astype(self.dtype),
       log_decay=-jnp.exp(wide(jax.lax.stop_gradient(self.fixed_log_rate[...]))),
       scale=1.0,
-      axis_name=axis,
-      initial_state=recurrent,
-      segment_ids=segment_ids,
+      **self._place(recurrent, segment_ids),
     )
     out = self.o_proj(self._gated(merge_heads(y), x).astype(self.dtype))
     return out, TNLState(recurrent, position)
