@@ -1,17 +1,19 @@
 """Tokens per second of `lnssm-train serve` next to `generate` with the same batch.
 
     python -m benchmarks.serving
-    python -m benchmarks.serving --sizes dim=64,num_layers=2,vocab_size=300 --clients 8 --new 32
+    python -m benchmarks.serving --slots 64 --clients 64 96 128
+    python -m benchmarks.serving --sizes dim=64,num_layers=2,vocab_size=300 --slots 8 --clients 8 12
 
-A model of `benchmarks.model_step` with random parameters; as many slots as clients, each of which
-sends prompts of about `--prompt` tokens, one after another. The server is a process of its own,
-asked over the loopback.
+A model of `benchmarks.model_step` with random parameters, and clients each of which sends prompts
+of about `--prompt` tokens, one after another. With as many clients as slots a slot is empty from
+the end of a text until its client has asked again; with more of them texts wait. The server is a
+process of its own, asked over the loopback.
 
 First four layers of it in float32, with exact products: the clients get the texts that `generate`
 draws for all prompts at once with the same seeds, but for one of 32 at most, where two tokens are
 as likely as each other, or there is no time. Then all in bfloat16: from the first request to the
-last answer, and `generate` with all prompts at once; both read them. Medians of three after two
-that compile. Prints a line of JSON.
+last answer, and `generate` with as many prompts as slots at once; both read them. Medians of three
+after two that compile. Prints a line of JSON for each number of clients.
 """
 
 import argparse
@@ -44,49 +46,53 @@ _BEGIN = time.monotonic()
 _COMPARED_LAYERS, _COMPARED_TOKENS = 4, 32
 
 
-def main(arguments=None) -> dict[str, Any]:
-  """Prints and returns a line of JSON."""
+def main(arguments=None) -> list[dict[str, Any]]:
+  """Prints and returns a row for each number of clients."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--body", choices=list(BODIES), default="gla")
   parser.add_argument("--sizes", default="", metavar="dim=64,num_layers=2")
-  parser.add_argument("--clients", type=int, default=64)
+  parser.add_argument("--slots", type=int, default=64, help="also the batch of generate")
+  parser.add_argument("--clients", type=int, nargs="+", default=[64])
   parser.add_argument("--rounds", type=int, default=4, help="requests of each client, in turn")
   parser.add_argument("--prompt", type=int, default=256, help="tokens, at most a quarter fewer")
   parser.add_argument("--new", type=int, default=256, help="tokens per request")
   args = parser.parse_args(arguments)
   cfg = settings(BODIES[args.body], Sizes.parse(args.sizes) if args.sizes else None).model
   row: dict[str, Any] = {"body": args.body, "device": jax.devices()[0].device_kind}
-  row |= {name: getattr(args, name) for name in ("clients", "rounds", "prompt", "new")}
+  row |= {name: getattr(args, name) for name in ("slots", "rounds", "prompt", "new")}
   few = dataclasses.replace(cfg, num_layers=min(_COMPARED_LAYERS, cfg.num_layers))
+  batch = lambda number: _prompts(cfg, args, number, args.slots)
   with jax.default_matmul_precision("highest"), _saved(few, "float32") as loaded:
-    prompts, new = _prompts(cfg, args, 0), min(_COMPARED_TOKENS, args.new)
-    with _server(loaded.source, args.clients, JAX_DEFAULT_MATMUL_PRECISION="highest") as port:
+    prompts, new = batch(0), min(_COMPARED_TOKENS, args.new)
+    with _server(loaded.source, args, JAX_DEFAULT_MATMUL_PRECISION="highest") as port:
       asks = _ask_all(port, prompts, new)
       want, _ = _generated(loaded, prompts, new)  # compiles next to the server
       got = [ask.result()["choices"][0]["text"] for ask in asks]
   row["equal"] = sum(a == b for a, b in zip(got, want, strict=True))
-  if row["equal"] < args.clients - args.clients // 32:
-    raise SystemExit(f"{row['equal']} of {args.clients} texts are those of generate: no time.")
-  _say(f"{row['equal']} of {args.clients} texts are those of generate")
-  with _saved(cfg, "bfloat16") as loaded, _server(loaded.source, args.clients) as port:
-    asks = _ask_all(port, _prompts(cfg, args, 1), args.new)
+  if row["equal"] < args.slots - args.slots // 32:
+    raise SystemExit(f"{row['equal']} of {args.slots} texts are those of generate: no time.")
+  _say(f"{row['equal']} of {args.slots} texts are those of generate")
+  rows = []
+  with _saved(cfg, "bfloat16") as loaded, _server(loaded.source, args) as port:
+    asks = _ask_all(port, batch(1), args.new)
     passes = range(_COMPILING + _TIMED)
-    _generated(loaded, _prompts(cfg, args, 1), args.new)
+    _generated(loaded, batch(1), args.new)
     _say("generate is compiled")
     for ask in asks:
       ask.result()
     _say("the server is compiled")
-    rows = [_rate(lambda n=n: _generated(loaded, _prompts(cfg, args, n), args.new)) for n in passes]
-    row["generate"] = round(statistics.median(rows[_COMPILING:]))
-    _say(f"generate: {rows}")
-    prompts = lambda n, r: _prompts(cfg, args, 10 + args.rounds * n + r)
-    asked = [[prompts(n, r) for r in range(args.rounds)] for n in passes]
-    rows = [_rate(lambda each=each: _rounds(port, each, args.new)) for each in asked]
-    _say(f"serve: {rows}")
-  row |= {"serve": round(statistics.median(rows[_COMPILING:])), "passes": [round(x) for x in rows]}
-  row["ratio"] = round(row["serve"] / row["generate"], 3)
-  print(json.dumps(row), flush=True)
-  return row
+    rates = [_rate(lambda n=n: _generated(loaded, batch(n), args.new)) for n in passes]
+    row["generate"] = round(statistics.median(rates[_COMPILING:]))
+    _say(f"generate: {rates}")
+    for clients in args.clients:
+      numbers = [range(10 + args.rounds * n, 10 + args.rounds * (n + 1)) for n in passes]
+      asked = [[_prompts(cfg, args, number, clients) for number in each] for each in numbers]
+      rates = [_rate(lambda each=each: _rounds(port, each, args.new)) for each in asked]
+      serve = round(statistics.median(rates[_COMPILING:]))
+      more = {"clients": clients, "serve": serve, "passes": [round(x) for x in rates]}
+      rows.append(row | more | {"ratio": round(serve / row["generate"], 3)})
+      print(json.dumps(rows[-1]), flush=True)
+  return rows
 
 
 def _say(line: str) -> None:
@@ -100,10 +106,10 @@ def _rate(run) -> float:
   return tokens / (time.perf_counter() - begin)
 
 
-def _prompts(cfg, args, number: int) -> list[str]:
+def _prompts(cfg, args, number: int, count: int) -> list[str]:
   """Texts of other words for each number, whose tokens they are."""
   rng = np.random.default_rng(number)
-  lengths = rng.integers(3 * args.prompt // 4 + 1, args.prompt + 1, args.clients)
+  lengths = rng.integers(3 * args.prompt // 4 + 1, args.prompt + 1, count)
   return [" ".join(f"w{i}" for i in rng.integers(1, cfg.vocab_size, n)) for n in lengths]
 
 
@@ -124,10 +130,10 @@ def _saved(cfg, dtype: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _server(folder: Path, slots: int, **environment: str) -> Iterator[int]:
+def _server(folder: Path, args, **environment: str) -> Iterator[int]:
   """The port of a server process."""
   command = [sys.executable, "-m", "train", "serve", str(folder), "--port", "0"]
-  command += ["--slots", str(slots), "--queue", str(slots)]
+  command += ["--slots", str(args.slots), "--queue", str(max(args.slots, *args.clients))]
   env = os.environ | environment
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
     try:
