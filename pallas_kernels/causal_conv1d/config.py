@@ -43,6 +43,7 @@ class Shape(NamedTuple):
   bytes_x: int
   convolutions: int  # of one input
   bytes_offset: int  # 0: there are none
+  documents: bool = False
 
   @property
   def shape_class(self) -> str:
@@ -84,7 +85,8 @@ def default(shape: Shape) -> Config:
   elif shape.convolutions > 1:
     forward, backward = KernelConfig(2, 4, 8), KernelConfig(2, 4, 4)
   else:
-    forward = KernelConfig(2, 4, 8)
+    # With documents a thread has more than 64 registers, so that an SM has room for seven CTAs.
+    forward = KernelConfig(2, 4, 7 if shape.documents else 8)
     backward = KernelConfig(4, 8, 2) if shape.bytes_x == 2 else KernelConfig(2, 8, 4)
   config = tuning.tuned("causal_conv1d", shape.shape_class, Config(forward, backward))
   return Config(_dividing(config.forward, shape), _dividing(config.backward, shape))

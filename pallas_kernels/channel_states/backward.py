@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.channel_states.config import VECTOR, KernelConfig
 from pallas_kernels.channel_states.recurrence import Recurrence
-from pallas_kernels.channel_states.streams import Streams, load_is_first, load_norm
+from pallas_kernels.channel_states.streams import Streams, in_cut, load_is_first, load_norm
 from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
 from pallas_kernels.core import boundaries
 from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
@@ -164,94 +164,100 @@ def backward_kernel(
           return tiles.load(ins.chunk_states.at[row], (n * num_ctas + cta) * width)
         return tiles.load(smem.chunk_states)
 
-      def prepare(t):
-        keys = recurrence.load_keys(tiles, smem, t)
-        xs, rates = tiles.load_channels(smem.x.at[t]), tiles.load_channels(smem.rate.at[t])
-        norm = load_norm(smem, t)
-        gates = [recurrence.gates(x, rate, norm) for x, rate in zip(xs, rates, strict=True)]
-        decays = [recurrence.decay(tiles, g, a, keys) for g, a in zip(gates, a_reg, strict=True)]
-        is_first = load_is_first(smem, t) if has_boundaries else None
-        return keys, xs, rates, gates, decays, is_first
+      def compute_tokens(carry, *, cut):
+        """The tokens of a chunk; `cut`: a document begins in it."""
 
-      def recompute(t, states):
-        """The states after token t."""
-        keys, _, _, gates, decays, is_first = prepare(t)
-        return [
-          decay.update(
-            boundaries.reset(is_first, state, 0.0),
-            tiles.broadcast_channels(g.write) * keys.write,
-          )
-          for state, g, decay in zip(states, gates, decays, strict=True)
-        ]
+        def prepare(t):
+          keys = recurrence.load_keys(tiles, smem, t)
+          xs, rates = tiles.load_channels(smem.x.at[t]), tiles.load_channels(smem.rate.at[t])
+          norm = load_norm(smem, t)
+          gates = [recurrence.gates(x, rate, norm) for x, rate in zip(xs, rates, strict=True)]
+          decays = [recurrence.decay(tiles, g, a, keys) for g, a in zip(gates, a_reg, strict=True)]
+          is_first = load_is_first(smem, t) if cut else None
+          return keys, xs, rates, gates, decays, is_first
 
-      def recompute_and_keep(t, states):
-        states = recompute(t, states)
-        for at, state in zip(tiles.slices(), states, strict=True):
-          states_smem.at[t, at][...] = state.astype(state_dtype)
-        return states
+        def recompute(t, states):
+          """The states after token t."""
+          keys, _, _, gates, decays, is_first = prepare(t)
+          return [
+            decay.update(
+              boundaries.reset(is_first, state, 0.0),
+              tiles.broadcast_channels(g.write) * keys.write,
+            )
+            for state, g, decay in zip(states, gates, decays, strict=True)
+          ]
 
-      # The state before token t is kept at t - 1, but for the first token, where it entered the
-      # chunk, and the last, where it stays in registers.
-      before_last = lax.fori_loop(0, C - 2, recompute_and_keep, load_entering())
-      before_last = recompute(C - 2, before_last)
-      last = recompute(C - 1, before_last)
-      backend.wait_copies()
+        def recompute_and_keep(t, states):
+          states = recompute(t, states)
+          for at, state in zip(tiles.slices(), states, strict=True):
+            states_smem.at[t, at][...] = state.astype(state_dtype)
+          return states
 
-      def compute_token(t, carry, after, before, first_sum):
-        """Passes token t backwards, between the states `before` and `after` it."""
-        keys, xs, rates, gates, decays, is_first = prepare(t)
-        d_outs = tiles.load_channels(smem.d_out.at[t])
-        totals = []
-        d_states, d_a, d_skip, d_bias = [], [], [], []
-        for j, at in enumerate(tiles.slices()):
-          d_out = tiles.broadcast_channels(d_outs[j])
-          adjoint = carry.d_states[j] + d_out * keys.read
-          along = tiles.dot(adjoint, keys.write)
-          passed = decays[j].apply(adjoint)
-          state = boundaries.reset(is_first, before[j], 0.0)
-          own = recurrence.token_gradients(
-            tiles, gates[j], a_reg[j], keys, xs[j], along, adjoint, passed, state
-          )
-          sums = [d_out * after[j], *own.sums]
-          totals = [y + z for y, z in zip(totals, sums, strict=True)] if totals else sums
-          d_x_smem.at[t, at][...] = (own.x + skip_reg[j] * d_outs[j]).astype(x_dtype)
-          d_rate = own.rate * recurrence.slope(rates[j]) if has_logits else own.rate
-          d_bias.append(carry.d_bias[j] + d_rate if has_logits else None)
-          d_rate = d_rate.astype(d_rate_dtype)
-          if bypass_smem:
-            store_unoptimized(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
-          else:
-            d_rate_smem.at[t, at][...] = d_rate
-          d_states.append(boundaries.reset(is_first, passed, 0.0))
-          d_a.append(None if own.a is None else carry.d_a[j] + own.a)
-          d_skip.append(carry.d_skip[j] + d_outs[j] * xs[j])
-        for number, total in enumerate(recurrence.key_sums(tiles, keys, totals), first_sum):
-          sums_smem.at[number][...] = total
-        return _Carry(d_states, d_a, d_skip, d_bias)
+        # The state before token t is kept at t - 1, but for the first token, where it entered the
+        # chunk, and the last, where it stays in registers.
+        before_last = lax.fori_loop(0, C - 2, recompute_and_keep, load_entering())
+        before_last = recompute(C - 2, before_last)
+        last = recompute(C - 1, before_last)
+        backend.wait_copies()
 
-      def compute_tokens(i, carry, before_last=None, is_chunk_start=False):
-        """Tokens whose sums over channels share a barrier, the last of the chunk for i = 0."""
-        carry, after = carry
-        t0 = C - together * (i + 1)
-        for k in reversed(range(together)):
-          if k == together - 1 and before_last is not None:
-            before = before_last
-          elif k == 0 and is_chunk_start:
-            before = load_entering()
-          else:
-            before = tiles.load(states_smem.at[t0 + k - 1])
-          carry = compute_token(t0 + k, carry, after, before, k * S)
-          after = before
-        backend.barrier()
-        total = jnp.sum(plgpu.load(sums_smem, layout=sum_layout, optimized=False), axis=1)
-        target = outs.key_sums.at[row, cta, pl.ds((n * C + t0) * S, together * S)]
-        store_unoptimized(target, total)
-        backend.barrier()
-        return carry, after
+        def compute_token(t, carry, after, before, first_sum):
+          """Passes token t backwards, between the states `before` and `after` it."""
+          keys, xs, rates, gates, decays, is_first = prepare(t)
+          d_outs = tiles.load_channels(smem.d_out.at[t])
+          totals = []
+          d_states, d_a, d_skip, d_bias = [], [], [], []
+          for j, at in enumerate(tiles.slices()):
+            d_out = tiles.broadcast_channels(d_outs[j])
+            adjoint = carry.d_states[j] + d_out * keys.read
+            along = tiles.dot(adjoint, keys.write)
+            passed = decays[j].apply(adjoint)
+            state = boundaries.reset(is_first, before[j], 0.0)
+            own = recurrence.token_gradients(
+              tiles, gates[j], a_reg[j], keys, xs[j], along, adjoint, passed, state
+            )
+            sums = [d_out * after[j], *own.sums]
+            totals = [y + z for y, z in zip(totals, sums, strict=True)] if totals else sums
+            d_x_smem.at[t, at][...] = (own.x + skip_reg[j] * d_outs[j]).astype(x_dtype)
+            d_rate = own.rate * recurrence.slope(rates[j]) if has_logits else own.rate
+            d_bias.append(carry.d_bias[j] + d_rate if has_logits else None)
+            d_rate = d_rate.astype(d_rate_dtype)
+            if bypass_smem:
+              store_unoptimized(outs.rate.at[row, n * C + t, tiles.slices(base)[j]], d_rate)
+            else:
+              d_rate_smem.at[t, at][...] = d_rate
+            d_states.append(boundaries.reset(is_first, passed, 0.0))
+            d_a.append(None if own.a is None else carry.d_a[j] + own.a)
+            d_skip.append(carry.d_skip[j] + d_outs[j] * xs[j])
+          for number, total in enumerate(recurrence.key_sums(tiles, keys, totals), first_sum):
+            sums_smem.at[number][...] = total
+          return _Carry(d_states, d_a, d_skip, d_bias)
 
-      carry = compute_tokens(0, (carry, last), before_last=before_last)
-      carry = lax.fori_loop(1, C // together - 1, compute_tokens, carry)
-      carry, _ = compute_tokens(C // together - 1, carry, is_chunk_start=True)
+        def compute_few(i, carry, before_last=None, is_chunk_start=False):
+          """Tokens whose sums over channels share a barrier, the last of the chunk for i = 0."""
+          carry, after = carry
+          t0 = C - together * (i + 1)
+          for k in reversed(range(together)):
+            if k == together - 1 and before_last is not None:
+              before = before_last
+            elif k == 0 and is_chunk_start:
+              before = load_entering()
+            else:
+              before = tiles.load(states_smem.at[t0 + k - 1])
+            carry = compute_token(t0 + k, carry, after, before, k * S)
+            after = before
+          backend.barrier()
+          total = jnp.sum(plgpu.load(sums_smem, layout=sum_layout, optimized=False), axis=1)
+          target = outs.key_sums.at[row, cta, pl.ds((n * C + t0) * S, together * S)]
+          store_unoptimized(target, total)
+          backend.barrier()
+          return carry, after
+
+        carry = compute_few(0, (carry, last), before_last=before_last)
+        carry = lax.fori_loop(1, C // together - 1, compute_few, carry)
+        carry, _ = compute_few(C // together - 1, carry, is_chunk_start=True)
+        return carry
+
+      carry = in_cut(compute_tokens, smem, carry, has_boundaries)
       # Also orders the loads above before the pipeline's next copies into the same slots.
       here = row, pl.ds(n * C, C), pl.ds(base, width)
       copies = [(d_x_smem, outs.x.at[here])]

@@ -22,7 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.channel_states.config import KernelConfig
 from pallas_kernels.channel_states.recurrence import Recurrence
-from pallas_kernels.channel_states.streams import KernelInputs, Streams, load_is_first, load_norm
+from pallas_kernels.channel_states.streams import (
+  KernelInputs,
+  Streams,
+  in_cut,
+  load_is_first,
+  load_norm,
+)
 from pallas_kernels.channel_states.tiles import COMPILER_PARAMS, StateTiles
 from pallas_kernels.core import boundaries
 from pallas_kernels.core.wgmma import Backend, store_unoptimized, with_int32_indices
@@ -75,12 +81,12 @@ def forward_kernel(
           store_unoptimized(outs.chunk_states.at[row, n, at], state.astype(chunk_state_dtype))
       backend.wait_copies(1)
 
-      def compute_token(t, states):
+      def compute_token(t, states, cut):
         keys = recurrence.load_keys(tiles, streams_smem, t)
         norm = load_norm(streams_smem, t)
         xs = tiles.load_channels(streams_smem.x.at[t])
         rates = tiles.load_channels(streams_smem.rate.at[t])
-        is_first = load_is_first(streams_smem, t) if has_boundaries else None
+        is_first = load_is_first(streams_smem, t) if cut else None
         after = []
         for j, at in enumerate(tiles.slices()):
           gates = recurrence.gates(xs[j], rates[j], norm)
@@ -92,12 +98,17 @@ def forward_kernel(
           after.append(state)
         return after
 
-      def compute_tokens(i, states):
-        for k in range(config.unroll):
-          states = compute_token(i * config.unroll + k, states)
-        return states
+      def compute_tokens(states, *, cut):
+        """The tokens of a chunk; `cut`: a document begins in it."""
 
-      states = lax.fori_loop(0, C // config.unroll, compute_tokens, states)
+        def compute_few(i, states):
+          for k in range(config.unroll):
+            states = compute_token(i * config.unroll + k, states, cut)
+          return states
+
+        return lax.fori_loop(0, C // config.unroll, compute_few, states)
+
+      states = in_cut(compute_tokens, streams_smem, states, has_boundaries)
       # Also orders the loads above before the pipeline's next copies into the same slots.
       out_gmem = outs.out.at[row, pl.ds(n * C, C), pl.ds(base, width)]
       backend.start_copies([(out_smem.at[slot], out_gmem)])

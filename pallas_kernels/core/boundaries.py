@@ -11,6 +11,8 @@ and reset the recurrent state there. Three places need it, and each has one func
   token in it;
 * on the way into a kernel: `as_flags` for kernels that load tokens through SMEM, one int32 per
   token; `pack_bits` and `bit` for kernels that load them from GMEM, one word per few tokens.
+
+Most chunks have no first token, and those are computed without a look at each token's flag.
 """
 
 from collections.abc import Callable
@@ -36,8 +38,8 @@ class DocumentBoundaries(NamedTuple):
   attends to tokens of its own document only (`mask`), sees the state that entered its chunk if its
   document did (`sees_entering_state`), and is part of the state that leaves if its document leaves
   (`reaches_leaving_state`). A state passes a chunk only if no document begins there
-  (`keeps_state`). Both fields are None where a sequence is one document, one where a kernel needs
-  the other alone.
+  (`StateDocuments.keeps_state`). Both fields are None where a sequence is one document, one where
+  a kernel needs the other alone.
   """
 
   segment_ids: Any  # [B, T] int32, counted from 0, padded with each row's last; or None: the mask
@@ -109,11 +111,6 @@ class DocumentBoundaries(NamedTuple):
     """[C] float32, above 0 for tokens that reach the state that leaves the chunk; None for all."""
     return None if self.reset_ids is None else self._of_document(at, self._leaving(at))
 
-  def keeps_state(self, at: ChunkIndex, decay: jax.Array) -> jax.Array:
-    """The chunk's `decay` [K], 0 if no state passes the chunk: if a document begins there."""
-    states = self.load_states(at)
-    return decay if states is None else states.keeps_state(decay)
-
   def load_states(self, at: ChunkIndex) -> "StateDocuments | None":
     """Loads the documents of the states of a chunk; None for one document."""
     if self.reset_ids is None:
@@ -177,7 +174,7 @@ class StateDocuments(NamedTuple):
     return self.entering != self.leaving
 
   def keeps_state(self, decay: jax.Array) -> jax.Array:
-    """`DocumentBoundaries.keeps_state`."""
+    """The chunk's `decay` [K], 0 if no state passes the chunk: if a document begins there."""
     return decay * jnp.where(self.cut, 0.0, 1.0)
 
 
@@ -223,9 +220,17 @@ def in_splits(first: jax.Array | None, num_splits: int) -> jax.Array | None:
   return jnp.any(first.reshape(first.shape[0], num_splits, -1), axis=2)[..., None]
 
 
-def as_flags(first: jax.Array | None) -> jax.Array | None:
-  """`first` as int32, which copies to SMEM take."""
-  return None if first is None else first.astype(jnp.int32)
+def as_flags(first: jax.Array | None, chunk: int) -> jax.Array | None:
+  """[B, T] int32, which copies to SMEM take: above 0 for first tokens, else 0.
+
+  But -1 for a chunk's first token if a document begins after it: it is 0 in uncut chunks only.
+  """
+  if first is None:
+    return None
+  chunks = first.reshape(first.shape[0], -1, chunk).astype(jnp.int32)
+  place = jnp.arange(chunk)
+  later = (place == 0) & jnp.any(chunks[:, :, 1:] > 0, axis=2, keepdims=True)
+  return jnp.where((chunks == 0) & later, -1, chunks).reshape(first.shape)
 
 
 def pack_bits(first: jax.Array | None, tokens: int) -> jax.Array | None:

@@ -17,6 +17,7 @@ the thread that starts the copies is free again at once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -166,6 +167,7 @@ def pipeline(
   start: Any,
   num_chunks: int,
   reverse: bool,
+  skips: bool = False,
   backend: Backend,
 ) -> Any:
   """Scans `num_chunks` chunks from token `start` on, the last chunk first if `reverse`.
@@ -176,9 +178,11 @@ def pipeline(
       whether token t of the chunk is the first of a document.
     carry: arrays in registers.
     streams_gmem: tree of references, [T, 128] each, or [T / chunk, n, 128]: n rows per chunk.
-    first_gmem: [T] int32 flags of first tokens, or None: then `is_first` is None.
+    first_gmem: [T], of `boundaries.as_flags`, or None: then `is_first` is None.
     results_smem: tree of `result_smem`.
     results_gmem: the same tree of references [T, 128].
+    skips: whether `is_first` is None also in chunks where no document begins, at the price of
+      twice the code.
   """
   C = config.chunk
   chunk_at = lambda n: num_chunks - 1 - n if reverse else n
@@ -205,13 +209,19 @@ def pipeline(
     if first_gmem is not None:
       *arrived, flags_smem = arrived
       offset = lax.rem(first_token, FLAG_BLOCK)
-      is_first = lambda t: flags_smem[offset + t] != 0
+      is_first = lambda t: flags_smem[offset + t] > 0
     slot = lax.rem(n, 2)
     if targets:
       backend.wait_copies(1)
     slots_smem = jax.tree.map(lambda buffer: buffer.at[slot], results_smem)
     streams_smem = jax.tree.unflatten(streams, arrived)
-    carry = compute_chunk(first_token, streams_smem, is_first, slots_smem, carry)
+    compute = lambda is_first: functools.partial(
+      compute_chunk, first_token, streams_smem, is_first, slots_smem
+    )
+    if skips and first_gmem is not None:
+      carry = lax.cond(flags_smem[offset] != 0, compute(is_first), compute(None), carry)
+    else:
+      carry = compute(is_first)(carry)
     # Also orders the reads above before the next copies into the same slots.
     tokens = pl.ds(first_token, C)
     pairs = zip(jax.tree.leaves(slots_smem), targets, strict=True)

@@ -110,6 +110,17 @@ def chunk_decays(
   log_decay: jax.Array, at: ChunkIndex, documents: DocumentBoundaries
 ) -> ScalarDecayTables:
   """In a kernel, the tables of a chunk as row vectors, of its log decays as a column vector."""
+  states = documents.load_states(at)
+  if states is None:
+    return _chunk_decays(log_decay, at, DocumentBoundaries.of(None))
+  ways = (
+    functools.partial(_chunk_decays, at=at, documents=x)
+    for x in (documents, DocumentBoundaries.of(None))
+  )
+  return lax.cond(states.cut, *ways, log_decay)
+
+
+def _chunk_decays(log_decay, at: ChunkIndex, documents: DocumentBoundaries) -> ScalarDecayTables:
   log_decay = jnp.maximum(log_decay, SMALLEST_LOG_DECAY)
   log_decay, so_far = broadcast_cols(log_decay, (at.size,) * 2), causal_mask(at.size)
   # Selected, not multiplied: NaN reaches no earlier token, and nothing another document.
@@ -121,7 +132,8 @@ def chunk_decays(
   if documents.reset_ids is not None:
     before = before * documents.sees_entering_state(at)
     after = after * documents.reaches_leaving_state(at)
-  return ScalarDecayTables(cumulative, before, after, documents.keeps_state(at, total))
+    total = jnp.where(total < 0.0, total, 0.0)  # 0, also for NaN: a document begins here
+  return ScalarDecayTables(cumulative, before, after, total)
 
 
 def log_decay_gradient(
@@ -148,7 +160,7 @@ def log_decay_gradient(
   up_to, after = (broadcast_cols(load_col_vector(row), shape) for row in rows)
   # Rows are decays, columns the tokens whose sums have them.
   gradient = jnp.where(causal_mask(at.size, transposed=True), up_to, after)
-  gradient = documents.mask_scores(at, gradient)
+  gradient = documents.mask_scores(at, gradient, documents.load_states(at))
   whole = functools.reduce(jnp.add, total)
   return jnp.sum(gradient + broadcast_cols(whole, shape), axis=1)
 
@@ -227,7 +239,7 @@ def token_decay_gradient(
 
   return launch_per_chunk(
     body,
-    (tables, d_tables, documents.mask_only),
+    (tables, d_tables, documents),
     jax.ShapeDtypeStruct((B, H, T), jnp.float32),
     plgpu.SMEM((2 * chunk,), jnp.float32),
     sizes=(1, T // chunk, H, B),

@@ -112,7 +112,6 @@ class Config:
     # Keys, the cotangent of outputs, x and y, a block of a state, pairs of tokens.
     of_keys = keys * C * (TILE_WIDTH if shape.channels else K)
     needed["gradients"] = bf16 * (of_keys + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
-    needed["gradients"] += 0 if shape.channels else f32 * max(2 * C, V)
     if shape.channels:  # signs, and tiles where those of values are too few
       more = 0 if V > TILE_WIDTH or shape.write_key else 2
       needed["gradients"] += pairs * (1 + more) + 2 * f32 * C

@@ -128,7 +128,14 @@ def forward_kernel(
     interpret=backend.interpret,
     compiler_params=grid.COMPILER_PARAMS,
     kernel_name="diagonal_scan_forward",
-  )(_ForwardInputs(streams, decay if is_constant else (), initial, boundaries.as_flags(first)))
+  )(
+    _ForwardInputs(
+      streams,
+      decay if is_constant else (),
+      initial,
+      boundaries.as_flags(first, config.chunk),
+    )
+  )
   return results
 
 
@@ -305,7 +312,7 @@ def backward_kernel(
       out=out,
       initial=initial,
       d_last=d_last,
-      first=boundaries.as_flags(first),
+      first=boundaries.as_flags(first, config.chunk),
     )
   )
   return results

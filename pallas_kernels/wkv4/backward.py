@@ -198,6 +198,7 @@ def backward_kernel(
       start=split * split_length,
       num_chunks=split_length // config.chunk,
       reverse=True,
+      skips=True,
       backend=backend,
     )
     extra_gmem = (outs.d_rate, outs.d_bonus) if outputs else outs.passed
@@ -222,7 +223,7 @@ def backward_kernel(
       decay_rate=decay_rate,
       bonus=bonus,
       d_last=d_last,
-      first=boundaries.as_flags(first),
+      first=boundaries.as_flags(first, config.chunk),
     )
   )
   return results

@@ -106,6 +106,7 @@ def forward_kernel(
       start=split * split_length,
       num_chunks=split_length // C,
       reverse=False,
+      skips=True,
       backend=backend,
     )
     for ref, row in zip(outs.last, state.rows(), strict=True):
@@ -120,5 +121,5 @@ def forward_kernel(
     interpret=backend.interpret,
     compiler_params=grid.COMPILER_PARAMS,
     kernel_name="wkv4_forward",
-  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first)))
+  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first, C)))
   return results

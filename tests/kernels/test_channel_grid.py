@@ -25,9 +25,16 @@ def test_reset_of_nan_at_boundary_returns_empty():
 def test_in_splits_with_boundaries_names_their_splits():
   first = jnp.zeros((2, 12), bool).at[0, 5].set(True).at[1, 0].set(True).at[1, 11].set(True)
   want = np.array([[0, 1, 0], [1, 0, 1]], bool)[..., None]
-  for flags in (first, boundaries.as_flags(first)):
-    np.testing.assert_array_equal(boundaries.in_splits(flags, 3), want)
+  np.testing.assert_array_equal(boundaries.in_splits(first, 3), want)
   assert boundaries.in_splits(None, 3) is None
+
+
+def test_flags_are_zero_in_chunks_without_a_first_token_only():
+  first = jnp.zeros((2, 12), bool).at[0, 5].set(True).at[1, 0].set(True).at[1, 11].set(True)
+  want = np.zeros((2, 12), np.int32)
+  want[0, 4], want[0, 5], want[1, 0], want[1, 8], want[1, 11] = -1, 1, 1, -1, 1
+  np.testing.assert_array_equal(boundaries.as_flags(first, 4), want)
+  assert boundaries.as_flags(None, 4) is None
 
 
 def test_pack_bits_of_any_length_returns_every_flag():

@@ -57,7 +57,7 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   wide = lambda array: None if array is None else pad(array.astype(jnp.float32))
   columns = None if offsets is None else pad(offsets.reshape(*x.shape[:2], S, D))
   bytes_offset = 0 if offsets is None else offsets.dtype.itemsize
-  shape = config.Shape(D + more, x.dtype.itemsize, S, bytes_offset)
+  shape = config.Shape(D + more, x.dtype.itemsize, S, bytes_offset, segments is not None)
   sizes = sizes or config.default(shape)
   sizes.check(shape)
   static = conv.Static(options.silu, jnp.dtype(options.dtype), sizes, interpret)

@@ -54,6 +54,7 @@ from pallas_kernels.core.wgmma import (
   load_tile,
   smem_tile,
   store_unoptimized,
+  traced_once,
   transpose_ref,
   with_int32_indices,
 )
@@ -179,7 +180,8 @@ def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -
 
   d_log_decay = jnp.zeros_like(log_decay)
   if decays:
-    d_log_decay = jnp.where(log_decay > SMALLEST_LOG_DECAY, of_heads(d.log_decay), 0.0)
+    through_sums = decay_gradient(d.sums, kept.tables, documents, chunk=C, backend=options.backend)
+    d_log_decay = jnp.where(log_decay > SMALLEST_LOG_DECAY, of_heads(through_sums), 0.0)
   return Inputs(d.q, d.k, d.erase_key, d.v, of_heads(d.rate), d_log_decay, d_kv)
 
 
@@ -197,6 +199,14 @@ class Arrays(NamedTuple):
   documents: DocumentBoundaries
 
 
+class OfSums(NamedTuple):
+  """Cotangents of sums of log decays, or their GMEM references; without `scale`."""
+
+  cumulative: Any  # [B, H, T] float32: from the chunk's start to each token
+  after: Any  # [B, H, T] float32: of the decay of each token in the leaving state
+  decay: Any  # [B, H, N, V] float32: of that of the state over the chunk, in parts to be added up
+
+
 class Gradients(NamedTuple):
   """Results of `gradients`. The last two are without `scale`."""
 
@@ -205,14 +215,13 @@ class Gradients(NamedTuple):
   erase_key: Any  # [B, T, H, K] bfloat16; None where k is the erase key: part of that of k
   v: Any  # [B, T, H, V] bfloat16
   rate: Any  # [B, H, T] float32
-  log_decay: Any  # [B, H, T] float32, of decays that stay above their bound; None without
+  sums: Any  # `OfSums`; None where decays want no gradient
 
 
 class _Buffers(NamedTuple):
   tiles: Tiles
   state: Any  # [V, 64]: of some key channels, S and A in turns
   pairs: tuple  # [C, C]: dP and dL
-  vectors: Any  # float32, for `log_decay_gradient`; None without
   arrived_barrier: Any  # of tiles
   state_barrier: Any
   v_barrier: Any
@@ -313,12 +322,9 @@ def gradients(
 
     store = lambda ref, value: store_unoptimized(ref.at[at.batch, at.head, at.tokens], value)
     if decays:
-      smem.vectors.at[pl.ds(0, V)][...] = d_decay * table[DECAY, 0]
-      plgpu.commit_smem()
-      total = [load_col_vector(smem.vectors.at[pl.ds(x, C)]) for x in range(0, V, C)]
-      plgpu.commit_smem()  # all have read it
-      of_sums = cumulative, d_after * after, total, smem.vectors
-      store(outs.log_decay, log_decay_gradient(at, gmem.documents, *of_sums))
+      store(outs.sums.cumulative, cumulative)
+      store(outs.sums.after, d_after)
+      store_unoptimized(of_chunk(outs.sums.decay), d_decay)
     plgpu.barrier_wait(smem.v_barrier)
     y = load_tile(y)
     v_smem = d_v_smem = tiles.d_out
@@ -338,7 +344,9 @@ def gradients(
     erase_key=None if shared else keys,
     v=jax.ShapeDtypeStruct((B, T, H, V), jnp.bfloat16),
     rate=tokens,
-    log_decay=tokens if decays else None,
+    sums=OfSums(tokens, tokens, jax.ShapeDtypeStruct((B, H, N, V), jnp.float32))
+    if decays
+    else None,
   )
   tiles = Tiles(
     smem_tile(C, K),
@@ -352,7 +360,6 @@ def gradients(
     tiles,
     state=smem_tile(V, TILE_WIDTH),
     pairs=(smem_tile(C, C), smem_tile(C, C)),
-    vectors=plgpu.SMEM((max(2 * C, V),), jnp.float32) if decays else None,
     # Those of a write key have another kernel.
     arrived_barrier=plgpu.Barrier(num_barriers=Tiles._fields.index("write_key")),
     state_barrier=plgpu.Barrier(),
@@ -366,6 +373,43 @@ def gradients(
     sizes=(1, N, H, B),
     chunk=C,
     name="delta_rule_gradients",
+    backend=backend,
+    compiler_params=WITHOUT_BARRIERS,
+  )
+
+
+@traced_once("chunk", "backend")
+def decay_gradient(
+  d: OfSums, tables: Any, documents: DocumentBoundaries, *, chunk: int, backend: Backend
+) -> jax.Array:
+  """[B, H, T]: the gradient of log decays that stay above their bound, without `scale`.
+
+  In a kernel of its own: at the end of `gradients` its chain of sums is 0.08 of 0.42 ms.
+  """
+  B, H, N, V = d.decay.shape
+
+  def body(at, gmem, out, vectors_smem):
+    d, tables, documents = gmem
+    row = lambda ref: load_row_vector(ref.at[at.batch, at.head, at.tokens])
+    table = tables.at[at.batch, shared_head(at.head, H, tables, axis=1), at.chunk]
+    later = row(d.after) * load_row_vector(table.at[AFTER])
+    parts = d.decay.at[at.batch, at.head, at.chunk]
+    total = [
+      load_col_vector(parts.at[pl.ds(start, chunk)]) * table[DECAY, 0]
+      for start in range(0, V, chunk)
+    ]
+    sums = row(d.cumulative), later, total
+    gradient = log_decay_gradient(at, documents, *sums, vectors_smem)
+    store_unoptimized(out.at[at.batch, at.head, at.tokens], gradient)
+
+  return launch_per_chunk(
+    body,
+    (d, tables, documents),
+    jax.ShapeDtypeStruct((B, H, N * chunk), jnp.float32),
+    plgpu.SMEM((2 * chunk,), jnp.float32),
+    sizes=(1, N, H, B),
+    chunk=chunk,
+    name="delta_rule_decay_gradient",
     backend=backend,
     compiler_params=WITHOUT_BARRIERS,
   )
