@@ -56,9 +56,10 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
     mesh = make_mesh(one_device)
     abstract = abstract_state(one_device, mesh)
     check_structure(folder, params, abstract["params"])
-    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params,
-                          abstract["params"])  # fmt: skip
-    state = init_state(one_device, mesh) | {"params": placed}
+    params = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), params, abstract["params"]
+    )
+    state = init_state(one_device, mesh, params=params)
     run = RunFolder(partial)
     run.write_config(cfg)  # first: its id is in the digests
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:

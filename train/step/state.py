@@ -44,31 +44,39 @@ def abstract_batch(cfg: config.Train, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
   return batch | {name: describe(jnp.float32) for name in floats}
 
 
-def init_state(cfg: config.Train, mesh: Mesh, kernels: Path | None = None) -> State:
+def init_state(
+  cfg: config.Train, mesh: Mesh, kernels: Path | None = None, *, params: Any = None
+) -> State:
   """Initializes the state from `cfg.seed`, sharded; the same numbers on any mesh.
 
-  `kernels` as in `make_train_step`.
+  Args:
+    kernels: as in `make_train_step`.
+    params: of a model that was trained, sharded, from which the state begins; initial ones are not
+      computed then.
   """
   initialize = initializer(cfg)
 
-  def init(key):
-    state = initialize(key)
+  def init(key, given):
+    state = initialize(key, given)
     # A sharded computation of an orthogonal matrix would round differently: compute it whole.
     whole = {name: state[name] for name in ("params", "ema") if name in state}
-    return state | jax.lax.with_sharding_constraint(whole, device_mesh.replicated(mesh))
+    state |= jax.lax.with_sharding_constraint(whole, device_mesh.replicated(mesh))
+    return {name: x for name, x in state.items() if given is None or name != "params"}
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+  given = {} if params is None else {"params": params}
+  shardings = {name: x for name, x in shardings.items() if name not in given}
   options = compile_cache.options(mesh, kernels)
   make = jax.jit(init, out_shardings=shardings, compiler_options=options)
-  return make(jax.random.key(cfg.seed))
+  return make(jax.random.key(cfg.seed), params) | given
 
 
-def initializer(cfg: config.Train) -> Callable[[jax.Array], State]:
-  """The function from a key to the state, on one device."""
+def initializer(cfg: config.Train) -> Callable[..., State]:
+  """The function from a key, and the parameters if there are some, to the state, on one device."""
   tx, _ = make_optimizer(cfg.optimizer, cfg.steps, cfg.seed)
 
-  def init(key):
-    params = params_of(build_model(cfg.model, key))
+  def init(key, params=None):
+    params = params_of(build_model(cfg.model, key)) if params is None else params
     state = {
       "params": params,
       "opt_state": tx.init(optax.tree.cast(params, jnp.float32)),
