@@ -294,6 +294,11 @@ def _of_config(folder: Path, config, max_length) -> tuple[Family, dict[str, Any]
     family = family_of(config)
     settings = family.settings(config)
     if max_length is not None:
+      if (longest := family.longest(config)) is not None and max_length > longest:
+        raise ExportError(
+          f"max_length={max_length} is more than {longest}, from which on the positions of"
+          " attention are other ones (dual_chunk_attention_config), which are not implemented."
+        )
       _set_max_length(settings, max_length)
     return family, settings
   except ExportError as error:

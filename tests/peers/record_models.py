@@ -67,15 +67,16 @@ def hidden_states(model: Any, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndar
   return states.detach().numpy(), logits.detach().numpy()
 
 
-def record(case: str, model: Any, decode: Decode | None) -> None:
-  """Writes golden/CASE.npz."""
+def with_published_tensors(case: str, model: Any) -> tuple[Any, str, dict[str, list[int]]]:
+  """(the model with the parameters of `numbers`, its config.json, the tensors of its file)."""
   model = model.double().eval()
   with torch.no_grad():
     for name, value in model.named_parameters():
       value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
     with tempfile.TemporaryDirectory() as folder:
       # Of Qwen3.5 several experts are one tensor, as in the model.
-      model.save_pretrained(folder, save_original_format="qwen3_5_moe" not in case)
+      original = model.config.model_type != "qwen3_5_moe"
+      model.save_pretrained(folder, save_original_format=original and "qwen3_5_moe" not in case)
       config, saved = (Path(folder) / "config.json").read_text(), _shapes(folder)
       shapes = _as_published(saved)
       if (
@@ -89,6 +90,13 @@ def record(case: str, model: Any, decode: Decode | None) -> None:
       with safe_open(Path(folder) / "model.safetensors", "np") as file:
         for name, shape in shapes.items():
           np.testing.assert_array_equal(file.get_tensor(name), parameter(case, name, shape))
+  return model, config, shapes
+
+
+def record(case: str, model: Any, decode: Decode | None) -> None:
+  """Writes golden/CASE.npz."""
+  model, config, shapes = with_published_tensors(case, model)
+  with torch.no_grad():
     tokens = torch.from_numpy(TOKENS)
     hidden, logits = hidden_states(model, tokens)
     assert hidden.dtype == logits.dtype == np.float64, case
@@ -112,7 +120,8 @@ def _as_published(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
   """The tensors of a file as its authors publish it, which transformers 5.23 reads.
 
   It saves the norm after attention of Olmo-Hybrid by another name, and its convolution in three
-  parts of equal size; the dense layers of Kimi Linear by the names of those with experts.
+  parts of equal size; the dense layers of Kimi Linear by the names of those with experts; W_o of
+  KDA in Ling by the name of attention's.
   """
   published = {}
   for name, shape in shapes.items():
@@ -123,6 +132,8 @@ def _as_published(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     if norm and f"{layer}self_attn.q_norm.weight" in shapes:
       name = f"{layer}post_attention_layernorm{rest}"
     name = re.sub(r"block_sparse_moe\.(\w+_proj\.)", r"mlp.\1", name)
+    if name.replace("dense.weight", "A_log") in shapes:
+      name = name.replace("dense.weight", "o_proj.weight")
     published[name] = shape
   return published
 

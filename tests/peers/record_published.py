@@ -15,9 +15,11 @@ import torch
 
 from tests.peers.numbers import parameter
 from tests.peers.published_fla_configs import PUBLISHED
-from tests.peers.record_models import FOLDER, TOKENS
+from tests.peers.record_models import FOLDER, TOKENS, with_published_tensors
 
 REAL = FOLDER / "real"
+# {class of the authors: of transformers}
+OTHER_NAMES = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 
 
 def model_of(layout: str, config: dict[str, Any]) -> Any:
@@ -36,15 +38,21 @@ def model_of(layout: str, config: dict[str, Any]) -> Any:
     package = transformers
     from tests.peers.transformers_models import patch
   patch()
-  name = config["architectures"][0]
+  name = OTHER_NAMES.get(config["architectures"][0], config["architectures"][0])
   with tempfile.TemporaryDirectory() as folder:
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    given = dict(config)  # as transformers 5.23 reads it
+    if "kda_lower_bound" in config:
+      given["kda_lower_bound"] = float(config["kda_lower_bound"])
+    if "attention_head_dim" in config:
+      given["head_dim"] = config["attention_head_dim"]
+    (Path(folder) / "config.json").write_text(json.dumps(given))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     options = {} if layout == "fla" else eager
     kind = name.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
     read = getattr(package, kind).from_pretrained(folder)
   for option, value in options.items():
     setattr(read, f"_{option}", value)
+  read.dtype = torch.float64
   return getattr(package, name)(read)
 
 
@@ -53,10 +61,12 @@ def record(case: str) -> None:
   source, config, layout = PUBLISHED[case]
   with torch.no_grad():
     model = model_of(layout, config).double().eval()
-    shapes = {}
-    for name, value in model.named_parameters():
-      value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
-      shapes[name] = list(value.shape)
+    if layout == "hf":
+      model, _, shapes = with_published_tensors(case, model)
+    else:
+      for name, value in model.named_parameters():
+        value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
+      shapes = {name: list(value.shape) for name, value in model.named_parameters()}
     logits = model(torch.from_numpy(TOKENS)).logits.numpy()
   assert logits.dtype == np.float64, case
   text = lambda value: np.frombuffer(value.encode(), np.uint8)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 import transformers
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as bailing_hybrid
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
@@ -23,6 +24,22 @@ def patch():
   for module in (kimi_linear, bailing_hybrid):
     for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
+  bailing_hybrid.BailingHybridAttention.__init__ = _with_low_rank_queries
+
+
+_ATTENTION = bailing_hybrid.BailingHybridAttention.__init__
+
+
+def _with_low_rank_queries(self, config, *args, **options):
+  """As in the authors' Ling 3.0 and as Kimi Linear has them here, which transformers leaves out."""
+  _ATTENTION(self, config, *args, **options)
+  if rank := getattr(config, "q_lora_rank", None):
+    wide = self.q_proj.out_features
+    del self.q_proj
+    self.q_a_proj = torch.nn.Linear(config.hidden_size, rank, bias=False)
+    self.q_a_layernorm = bailing_hybrid.BailingHybridRMSNorm(rank, eps=config.rms_norm_eps)
+    self.q_b_proj = torch.nn.Linear(rank, wide, bias=False)
+    self.q_proj = lambda x: self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
 
 def cases():
@@ -311,6 +328,7 @@ def experts_next_to_others():
     layer_group_size=3,
     first_k_dense_replace=1,
     head_dim=4,
+    q_lora_rank=3,
     kv_lora_rank=5,
     qk_rope_head_dim=4,
     qk_nope_head_dim=3,

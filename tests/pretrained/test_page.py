@@ -42,6 +42,13 @@ def test_page_has_what_becomes_of_every_setting():
   told = [line for line in tables.splitlines() if line.startswith(("| `", "| all"))]
   assert told == [row for row in settings_page.rows() if row]
   assert f"those of {len(REAL)} models and versions" in PAGE
+  tried = PAGE.split("## Published settings ")[1].split("---|\n")[1].split("\n\n")[0]
+  rows = [row.split("|") for row in tried.splitlines()]
+  assert sorted(x for row in rows for x in re.findall(r"`([^`/]+)`", row[2])) == REAL
+  families = {x for row in rows for x in re.findall(r"`(\w+)`", row[1])}
+  others = {"qwen3_5_text", "qwen3_5_moe_text", "mamba_ssm", "mamba2_ssm"}
+  of_fla = {x.name for x in FAMILIES if x.layout == "fla" and x.name != "rwkv7"}
+  assert families == {family.name for family in FAMILIES} - others - of_fla
 
 
 def folder_of_bytes(path: Path, case: str, **config) -> None:

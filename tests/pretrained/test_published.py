@@ -124,6 +124,14 @@ def test_layer_of_further_tokens_of_ling_is_left_out():
   assert list(kept) == names[:1]
 
 
+def test_w_o_of_kda_in_ling_is_read_by_the_name_that_transformers_saves():
+  family = family_of(recorded("bailing_hybrid").config)
+  name, published = "blocks.kda.o_proj.kernel", "model.layers.{}.attention.o_proj.weight"
+  assert family.rows[name].theirs == published
+  for theirs in (published, published.replace("o_proj", "dense")):
+    assert family.as_stored({theirs.format(0): None}).rows[name].theirs == theirs
+
+
 def test_experts_of_qwen3_5_in_a_tensor_each_are_the_same_model(tmp_path):
   """As transformers saves them; the published files have one tensor for all."""
   case, apart = "qwen3_5_moe_text", {}

@@ -87,7 +87,7 @@ KIMI |= {"rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2
 KIMI |= {"tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True}
 KIMI |= {"v_head_dim": 128, "vocab_size": 163840}
 
-# The defaults of the class of transformers, which are those of Ling-3.0-flash.
+# The defaults of the class of transformers: Ling-3.0-flash, without the bounds of its activations.
 LING = {"first_k_dense_replace": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560}
 LING |= {"intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True}
 LING |= {"kv_lora_rank": 512, "layer_group_size": 6, "max_position_embeddings": 262144}
@@ -148,7 +148,9 @@ def test_published_settings_are_those_of_tables_written_again():
       {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4},
       "either mlp or moe; it",
     ),
-    (KIMI, {"q_lora_rank": 8}, "q_lora_rank=8 is not implemented; only None"),
+    (LING, {"expert_swiglu_limit_list": [0] * 41 + [4]}, "trained with MLPs whose activations"),
+    (LING, {"rotary_dim": 128}, "rotary_dim=128 is not qk_rope_head_dim = 64"),
+    (KIMI, {"quantization_config": {"bits": 4}}, "quantized models are not implemented; load the"),
     (
       KIMI,
       {"linear_attn_config": {"kda_layers": [1]}},

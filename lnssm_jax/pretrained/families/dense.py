@@ -10,6 +10,7 @@ from lnssm_jax.pretrained.families.fields import (
   flag,
   number,
   size_or_none,
+  whole,
 )
 from lnssm_jax.pretrained.families.llama import LAYER, LLAMA, heads, rotary
 from lnssm_jax.pretrained.families.table import Family, norm
@@ -55,6 +56,30 @@ def _windows_written(config: Config) -> Config:
   return LLAMA.written(config) | windows
 
 
+def _whole_chunk(config: Config) -> int | None:
+  """The most tokens that dual chunk attention does not change, those of its first chunk."""
+  chunks = config.get("dual_chunk_attention_config")
+  if chunks is None:
+    return None
+  try:
+    size, local = (whole(chunks, name) for name in ("chunk_size", "local_size"))
+    original = whole(chunks, "original_max_position_embeddings", size)
+  except (AttributeError, ExportError) as error:
+    raise ExportError(f"dual_chunk_attention_config={chunks!r:.80}: {error}") from None
+  if local >= size:
+    raise ExportError(
+      f"dual_chunk_attention_config={chunks!r:.80} needs a chunk_size above its local_size."
+    )
+  return min(size - local, original)
+
+
+def _qwen2(config: Config) -> Config:
+  if (longest := _whole_chunk(config)) is not None:
+    del config["dual_chunk_attention_config"]
+    config["max_position_embeddings"] = min(longest, whole(config, "max_position_embeddings"))
+  return _normal(32768, 32)(config)
+
+
 def _normal(usual_length: int, groups: int, *, window: bool = False, **defaults: Any):
   """A function for `Family.normal`, with the defaults of a class."""
 
@@ -82,8 +107,9 @@ QWEN2 = _dense(
   # Saved with Qwen2.5; rotations of three axes are of its models of images.
   fields={"use_mrope": Fixed(False, written=False)},
   constants={"mixer_options.use_bias": "qkv"},
-  normal=_normal(32768, 32),
+  normal=_qwen2,
   written=_windows_written,
+  longest=_whole_chunk,
 )
 QWEN3 = _dense(
   "qwen3",

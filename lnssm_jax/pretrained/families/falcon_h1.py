@@ -149,6 +149,7 @@ FALCON_H1 = Family(
     "max_step": number_or_none(f"{_MAMBA}.max_step"),
     "mamba_use_mlp": Fixed(True, written=False),  # the published files have it
     **free("of the width of Mamba-2, which mamba_d_ssm says", "mamba_expand"),
+    **free("of the width of the MLP, which intermediate_size says", "mlp_expansion_factor"),
     **free("another way to compute the same", "mamba_chunk_size"),
     **free("of random parameters", "time_step_floor", "time_step_max", "time_step_min"),
   },

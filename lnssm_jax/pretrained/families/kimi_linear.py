@@ -19,6 +19,7 @@ from lnssm_jax.pretrained.families.fields import (
   free,
   number,
   size,
+  size_or_none,
   whole,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, by_layers, group, of_layers
@@ -76,9 +77,11 @@ def kimi_linear(config: Config) -> Config:
   if types is None:
     types = [_FULL if i and i % 4 == 0 else _LINEAR for i in range(L)]
   dense = config.pop("first_k_dense_replace", 1)
+  if type(dense) is not int:
+    raise ExportError(f"first_k_dense_replace={dense!r:.80} must be a whole number.")
   kinds = config.pop("mlp_layer_types", None)
   if kinds is None:
-    kinds = ["dense" if type(dense) is int and i < dense else "sparse" for i in range(L)]
+    kinds = ["dense" if i < dense else "sparse" for i in range(L)]
   for name, several, known in (
     ("layer_types", types, _MIXERS),
     ("mlp_layer_types", kinds, ("dense", "sparse")),
@@ -188,6 +191,9 @@ def latent_attention(theirs: str, *, pairs: bool = False) -> Rows:
   both = lambda name, widths: [Row(f"{theirs}.{name}", x) for x in swapped(widths, pairs=pairs)]
   return {
     "blocks.softmax_attention.q_proj.kernel": both("q_proj.weight", _queries),
+    f"{ours}.q_up_proj.kernel": both("q_b_proj.weight", _queries),
+    **linear(f"{ours}.q_down_proj", f"{theirs}.q_a_proj"),
+    **norm(f"{ours}.q_norm", f"{theirs}.q_a_layernorm"),
     f"{ours}.kv_down_proj.kernel": both("kv_a_proj_with_mqa.weight", _latents),
     f"{ours}.k_up_proj.kernel": Row(f"{theirs}.kv_b_proj.weight", group(0, _values)),
     f"{ours}.v_up_proj.kernel": Row(f"{theirs}.kv_b_proj.weight", group(1, _values)),
@@ -225,7 +231,7 @@ KIMI_LINEAR = Family(
     ),
     "model_max_length": size(f"{ATTENTION}.max_length", 1048576),
     "kv_lora_rank": size(f"{ATTENTION}.kv_rank", 512),
-    "q_lora_rank": Fixed(None),
+    "q_lora_rank": size_or_none(f"{ATTENTION}.q_rank"),
     "qk_rope_head_dim": size(f"{ATTENTION}.rotary_width"),
     "key_width": size(f"{ATTENTION}.head_dim"),
     "qk_head_dim": Same("qk_nope_head_dim + qk_rope_head_dim", lambda config: config["key_width"]),

@@ -1,20 +1,24 @@
 """Ling 3.0 (Inclusion AI 2026, bailing_hybrid), of transformers: Kimi Linear with rotations.
 
 Its decays and gates of KDA are of one matrix each, latent attention rotates channels in neighboring
-pairs and has a gate per head, and experts are in groups. Settings, defaults and the names of
-tensors are those of transformers 5.23. Lightning attention of Ling 2.x is another family.
+pairs and has a gate per head, and experts are in groups. Settings and the names of tensors are
+those of the published files; transformers 5.23, whose defaults these are, has no low-rank queries
+and saves W_o of KDA by the name of attention's. Lightning attention of Ling 2.x is another family.
 """
 
 import dataclasses
 
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
   Fixed,
   Same,
+  agree,
   count_of_layers,
   free,
   number,
   number_or_none,
+  same,
   size,
   whole,
 )
@@ -35,6 +39,14 @@ _MIXER, _MLP = f"{LAYER}.attention", f"{LAYER}.mlp"
 _PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _USUAL = {"num_attention_heads": 32, "head_dim": 128, "first_k_dense_replace": 2}
 _USUAL |= {"moe_intermediate_size": 768, "model_max_length": 262144}
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+_FIXED = {"gated_attention_proj_granularity_type": "head_wise", "linear_attention": "kda"}
+_FIXED |= {"score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_FIXED |= {"group_norm_size": 1, "num_kv_heads_for_linear_attn": 0}
+_FIXED |= dict.fromkeys(("linear_silu", "moe_router_enable_expert_bias", "no_kda_lora"), True)
+_FIXED |= dict.fromkeys(("rope_interleave", "use_qk_norm"), True)
+_FIXED |= dict.fromkeys(("scale_router_input", "up_proj_norm", "use_bias", "use_kda_lora"), False)
+_FIXED |= dict.fromkeys(("use_mla_nope", "use_nGPT", "use_qkv_bias", "value_norm"), False)
 
 
 def _normal(config: Config) -> Config:
@@ -45,16 +57,32 @@ def _normal(config: Config) -> Config:
     kinds = ("linear_attention", "full_attention")
     config["layer_types"] = [kinds[(i + 1) % every == 0] for i in range(L)]
   usual = {
-    "linear_head_dim": config.pop("head_dim"),
-    "linear_conv_kernel_dim": config.pop("short_conv_kernel_size", 4),
+    "linear_head_dim": whole(config, "head_dim"),
+    "linear_conv_kernel_dim": whole(config, "short_conv_kernel_size", 4),
   }
+  config = {x: v for x, v in config.items() if x not in ("head_dim", "short_conv_kernel_size")}
   safe, bound = config.pop("kda_safe_gate", True), config.pop("kda_lower_bound", -5.0)
   if not isinstance(safe, bool):
     raise ExportError(f"kda_safe_gate={safe!r:.80} must be bool.")
-  if not isinstance(bound, float):
-    raise ExportError(f"kda_lower_bound={bound!r:.80} must be a float.")
-  config = rotary(kimi_linear(usual | config), usual_length=262144, default=6e6)
-  return config | {"lower_bound": bound if safe else None}
+  if not is_number(bound):
+    raise ExportError(f"kda_lower_bound={bound!r:.80} must be a number.")
+  for name in _LIMITS:
+    if any(limits := config.pop(name, None) or []):
+      raise ExportError(
+        f"{name}={limits!r:.80} is not implemented: some layers were trained with MLPs whose"
+        " activations have these bounds, and a layer here has none."
+      )
+  config = kimi_linear(usual | config)
+  rotated = config["qk_rope_head_dim"]
+  agree(config, "rotary_dim", rotated, "qk_rope_head_dim")
+  share = rotated / usual["linear_head_dim"]
+  agree(config, "partial_rotary_factor", share, "qk_rope_head_dim / head_dim")
+  for name in ("rope_parameters", "rope_scaling"):
+    if isinstance(rope := config.get(name), dict):
+      agree(rope := dict(rope), "partial_rotary_factor", share, "qk_rope_head_dim / head_dim")
+      config[name] = rope
+  config = rotary(config, usual_length=262144, default=6e6)
+  return config | {"lower_bound": float(bound) if safe else None}
 
 
 def _written(config: Config) -> Config:
@@ -73,7 +101,7 @@ def _written(config: Config) -> Config:
   return config | written
 
 
-_NOT_THERE = ("q_lora_rank", "mla_use_nope", "moe_router_activation_func", "head_dim")
+_NOT_THERE = ("mla_use_nope", "moe_router_activation_func", "head_dim")
 _NOT_THERE += ("num_nextn_predict_layers", "rope_parameters", "linear_num_heads")
 
 LING = dataclasses.replace(
@@ -95,9 +123,15 @@ LING = dataclasses.replace(
     "lower_bound": number_or_none(f"{_KDA}.lower_bound"),
     "rope_theta": number(f"{ATTENTION}.rotary_base"),
     "rope_scaling": Fixed(None, written=False),
+    "moe_shared_expert_intermediate_size": same("moe_intermediate_size"),
+    **{name: Fixed(value, written=False) for name, value in _FIXED.items()},
+    **free("of a window, which is not used", "max_window_layers"),
+    **free("of training", "embedding_dropout", "output_dropout", "seq_aux"),
+    **free("another way to compute the same", "router_dtype"),
     **free(
       "of heads that predict further tokens, which are left out",
       "mtp_loss_scaling_factor",
+      "mtp_use_kda",
       "num_nextn_predict_layers",
     ),
   },
@@ -110,7 +144,7 @@ LING = dataclasses.replace(
     if x.startswith(("blocks.mixer_norm", "blocks.channel_norm"))
   }
   | {"embedding": Row("model.word_embeddings.weight")}
-  | linears("blocks.kda", _MIXER, o_proj="dense", gate_up_proj="g_proj", decay_up_proj="f_proj")
+  | linears("blocks.kda", _MIXER, o_proj="o_proj", gate_up_proj="g_proj", decay_up_proj="f_proj")
   | kda(_MIXER)
   | {"blocks.kda.log_rate": Row(f"{_MIXER}.A_log")}
   | latent_attention(_MIXER, pairs=True)
@@ -125,4 +159,5 @@ LING = dataclasses.replace(
   renamed=KIMI_LINEAR.renamed | {"num_mtp_layers": "num_nextn_predict_layers"},
   skipped=r"model\.layers\.(FURTHER)\..*",
   older_tensors={},
+  other_rows=linear("blocks.kda.o_proj", f"{_MIXER}.dense"),
 )

@@ -158,7 +158,8 @@ def steps(config: Config, name: str = "time_step_limit") -> Config:
     raise ExportError(f"{name}={limit!r:.80} must be two numbers, of the least and largest step.")
   if not 0 <= limit[0] <= limit[1]:
     raise ExportError(f"{name}={limit!r:.80} is no range of step sizes.")
-  return config | {"min_step": limit[0], "max_step": None if limit[1] == math.inf else limit[1]}
+  # Files of Nemotron 3 Ultra have 1e308 for infinity; steps are float32.
+  return config | {"min_step": limit[0], "max_step": None if limit[1] > 1e38 else limit[1]}
 
 
 def steps_written(config: Config, name: str = "time_step_limit") -> Config:

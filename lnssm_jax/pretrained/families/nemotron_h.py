@@ -158,6 +158,7 @@ NEMOTRON_H = Family(
     ),
     **free("the stream here is of `dtype`, equal in float32", "residual_in_fp32"),
     **free("of training", "hidden_dropout"),
+    **free("of Mamba-1; Mamba-2 has one step size per head", "time_step_rank"),
     **free(
       "of random parameters",
       "rescale_prenorm_residual",

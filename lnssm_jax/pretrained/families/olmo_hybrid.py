@@ -46,7 +46,9 @@ def _normal(config: Config) -> Config:
     raise ExportError(f"layer_types={types!r:.80} must be a list.")
   rope = config.get("rope_parameters")
   given = rope if isinstance(rope, dict) and "rope_theta" in rope else config
-  turns = "rope_theta" not in given or given["rope_theta"] is not None
+  # Null in published files, which transformers up to 5.8 reads as none.
+  missing = "rope_parameters" not in config or rope is not None
+  turns = missing if "rope_theta" not in given else given["rope_theta"] is not None
   if not turns:
     for name in ("rope_parameters", "rope_theta"):
       config.pop(name, None)

@@ -13,6 +13,8 @@ from lnssm_jax.pretrained.families.common import COMMON
 from lnssm_jax.pretrained.families.fields import REQUIRED, Config, Field, Fixed, Free, Same, agree
 from lnssm_jax.pretrained.manifest import ExportError
 
+QUANTIZED = ("quantization", "quantization_config", "compression_config")
+
 
 class View(NamedTuple):
   """Another view of an array, not a copy, and the shape of the array with a view's shape.
@@ -118,6 +120,8 @@ class Family:
     older_tensors: {part of a tensor's name in older files: today's}.
     other_rows: rows that files may have in place of those of `rows`; they are only read.
     has: whether a config.json of this `model_type` is of this table, where there are several.
+    longest: the most tokens of a sequence for which a config.json says what is implemented; None
+      where that does not depend on it.
   """
 
   name: str
@@ -133,6 +137,7 @@ class Family:
   older_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
   other_rows: Rows = dataclasses.field(default_factory=dict)
   has: Callable[[Mapping[str, Any]], bool] = lambda config: True
+  longest: Callable[[Config], int | None] = lambda config: None
 
   def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of `LanguageModel`, without dtypes, of a config.json.
@@ -147,6 +152,9 @@ class Family:
         raise ExportError(
           f"{name}={value!r:.80} is not a known setting of {self.name!r}; it may change "
           "what the model computes. Remove it from config.json only if you know that it does not."
+          if name not in QUANTIZED
+          else f"{name}={value!r:.80}: quantized models are not implemented; load the folder in"
+          " bfloat16 that this one was made of."
         )
     settings: dict[str, Any] = {"mixer_options": {}, "channel_mixer_options": {}}
     for path, value in self.constants.items():
