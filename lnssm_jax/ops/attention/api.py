@@ -1,5 +1,6 @@
 """`attention`: public API, argument checks and dispatch."""
 
+import functools
 import math
 
 import jax
@@ -71,6 +72,7 @@ IMPLEMENTATIONS = {
   "reference": _form(reference.reference),
   **_FORMS,
 }
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 _SOFTMAX = (
@@ -207,15 +209,9 @@ def attention(
   state = None
   if initial_state is not None:
     state = _checked_state(initial_state, k, v, window, block, causal)
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T), keys, sinks),
-    Options(Mask(window, block, causal), scale, chunk_size, soft_cap, float(dropout)),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(q, k, v, state, segments_of(_NAME, segment_ids, B, T), keys, sinks)
+  options = Options(Mask(window, block, causal), scale, chunk_size, soft_cap, float(dropout))
+  return _run(inputs, options, implementation=implementation, axis_name=axis_name)
 
 
 def _checked_state(state, k, v, window, block, causal):

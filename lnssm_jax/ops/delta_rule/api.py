@@ -1,5 +1,7 @@
 """`delta_rule`: public API, argument checks and dispatch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -36,6 +38,7 @@ IMPLEMENTATIONS = _KERNELS.with_forms(
   reference=form_over_groups(reference),
   associative=form_over_groups(associative),
 )
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -157,12 +160,6 @@ def delta_rule(
     check_shape(_NAME, "initial_state.kv", initial_state.kv, (B, S, K, V), "[B, H, K, V]")
     state = DeltaRuleState(jnp.asarray(initial_state.kv, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(q, k, v, beta, log_decay, erase_key, write_key, state, segments),
-    Options(scale, chunk_size, erase_before_decay, fresh=initial_state is None),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(q, k, v, beta, log_decay, erase_key, write_key, state, segments)
+  options = Options(scale, chunk_size, erase_before_decay, fresh=initial_state is None)
+  return _run(inputs, options, implementation=implementation, axis_name=axis_name)

@@ -1,5 +1,7 @@
 """`diagonal_scan`: public API, argument checks and dispatch."""
 
+import functools
+
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
@@ -21,6 +23,7 @@ from lnssm_jax.ops.diagonal_scan.types import (
 _NAME = "diagonal_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -110,12 +113,6 @@ def diagonal_scan(
         "(x.astype(jnp.complex64)) or pass the real part."
       )
     state = DiagonalState(h.astype(sums))
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(decay, x, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(bool(reverse), sums if complex_sums else x.dtype, chunk_size),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(decay, x, state, segments_of(_NAME, segment_ids, B, T))
+  options = Options(bool(reverse), sums if complex_sums else x.dtype, chunk_size)
+  return _run(inputs, options, implementation=implementation, axis_name=axis_name)

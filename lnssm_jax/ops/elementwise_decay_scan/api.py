@@ -1,5 +1,7 @@
 """`elementwise_decay_scan`: public API, argument checks and dispatch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +35,7 @@ IMPLEMENTATIONS = {
   "associative": dispatch.Form(associative),
   "reference": dispatch.Form(reference),
 }
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -103,15 +106,8 @@ def elementwise_decay_scan(
   state = checked_state(
     _NAME, ElementwiseDecayState, initial_state, (B, H, K, V), "[B, H, K, V]", acc
   )
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(q, k, v, log_decay, read_weight, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(chunk_size),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(q, k, v, log_decay, read_weight, state, segments_of(_NAME, segment_ids, B, T))
+  return _run(inputs, Options(chunk_size), implementation=implementation, axis_name=axis_name)
 
 
 def _as_function(log_decay, shape):

@@ -1,5 +1,7 @@
 """`linear_attention`: public API, argument checks and dispatch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +38,7 @@ IMPLEMENTATIONS = _KERNELS.with_forms(
   reference=form_over_groups(reference),
   associative=form_over_groups(associative),
 )
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -162,15 +165,8 @@ def linear_attention(
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
   inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments, own_weight)
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    inputs,
-    Options(bool(normalize), scale, chunk_size, fresh=initial_state is None),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  options = Options(bool(normalize), scale, chunk_size, fresh=initial_state is None)
+  return _run(inputs, options, implementation=implementation, axis_name=axis_name)
 
 
 def _with_four_axes(name, decay, shape, dtype, *, per_head) -> jax.Array:

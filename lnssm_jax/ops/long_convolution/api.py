@@ -1,5 +1,6 @@
 """`long_convolution`: public API, argument checks and dispatch."""
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -48,6 +49,7 @@ IMPLEMENTATIONS = {
   "reference": dispatch.Form(reference),
   "associative": dispatch.Form(chunked.associative, _exponentials_only),
 }
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -147,12 +149,5 @@ def long_convolution(
         "or make kernel.log_pole complex."
       )
     state = wanted(array.astype(dtype))
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(x, kernel, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(acc, chunk_size),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(x, kernel, state, segments_of(_NAME, segment_ids, B, T))
+  return _run(inputs, Options(acc, chunk_size), implementation=implementation, axis_name=axis_name)

@@ -1,5 +1,7 @@
 """`selective_scan`: public API, argument checks and dispatch."""
 
+import functools
+
 from lnssm_jax import typing as ty
 from lnssm_jax.ops.core import channel_states, dispatch
 from lnssm_jax.ops.core.checks import check_shape
@@ -12,6 +14,7 @@ from lnssm_jax.ops.selective_scan.types import Inputs, SelectiveState, init_stat
 _NAME = "selective_scan"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", channel_states.RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, associative=associative, reference=reference)
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -100,12 +103,5 @@ def selective_scan(
     segment_ids=segment_ids,
     chunk_size=chunk_size,
   )
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(x, rate.values, a.astype(state.h.dtype), b, c, skip, state, segments, *rate[1:]),
-    options,
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(x, rate.values, a.astype(state.h.dtype), b, c, skip, state, segments, *rate[1:])
+  return _run(inputs, options, implementation=implementation, axis_name=axis_name)

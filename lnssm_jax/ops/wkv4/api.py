@@ -1,5 +1,7 @@
 """`wkv4`: public API, argument checks and dispatch."""
 
+import functools
+
 import jax.numpy as jnp
 
 from lnssm_jax import typing as ty
@@ -16,6 +18,7 @@ from lnssm_jax.ops.wkv4.types import RESULT_AXES, Inputs, Options, WKV4State, in
 _NAME = "wkv4"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 IMPLEMENTATIONS = _KERNELS.with_forms(chunked=chunked, reference=reference, associative=associative)
+_run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
 
 @dispatch.op(
@@ -88,12 +91,5 @@ def wkv4(
     for name, x in initial_state._asdict().items():
       check_shape(_NAME, f"initial_state.{name}", x, (B, D), "[B, D]")
     state = WKV4State(*(jnp.asarray(x, acc) for x in initial_state))
-  return dispatch.run(
-    _NAME,
-    IMPLEMENTATIONS,
-    Inputs(k, v, decay_rate, bonus, state, segments_of(_NAME, segment_ids, B, T)),
-    Options(chunk_size),
-    implementation=implementation,
-    axis_name=axis_name,
-    sharded=sharded,
-  )
+  inputs = Inputs(k, v, decay_rate, bonus, state, segments_of(_NAME, segment_ids, B, T))
+  return _run(inputs, Options(chunk_size), implementation=implementation, axis_name=axis_name)
