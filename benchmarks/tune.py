@@ -166,7 +166,7 @@ def attempt(op: str, case: Case, sets, want, changes: Changes, who: str, timing)
         results = {"out": program(inputs[0])}
       else:
         arguments = list(zip(inputs, cotangents, strict=True))
-        both = functools.partial(_both, case, who)
+        both = lambda x, w: scan_kernels.gradients(case, x, w, who)
         program, _ = compiled(both, *arguments[0])
         # Of the output, which is compared in a corner, only the corner has a cotangent.
         out, gradient = program(inputs[0], corner)
@@ -182,10 +182,6 @@ def attempt(op: str, case: Case, sets, want, changes: Changes, who: str, timing)
   if timing is None:
     return Trial(None, f"error {worst(found)}")
   return Trial(milliseconds(program, arguments, *timing), f"error {worst(found)}")
-
-
-def _both(case, who, x, cotangent):
-  return scan_kernels.gradients(case, x, cotangent, who)
 
 
 def neighbors(config: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

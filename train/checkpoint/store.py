@@ -457,11 +457,7 @@ def _silence_orbax() -> None:
 def _logged_for_orbax(record: logging.LogRecord) -> bool:
   trace = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
   files = (frame.f_code.co_filename for frame, _ in trace)
-  return any(_is_of_orbax(file) for file in (record.pathname, *files))
-
-
-def _is_of_orbax(file: str) -> bool:
-  return Path(file).is_relative_to(_ORBAX)
+  return any(Path(file).is_relative_to(_ORBAX) for file in (record.pathname, *files))
 
 
 def _not_written(directory: Path, step: int, error: Exception) -> CheckpointError:

@@ -40,7 +40,8 @@ def examine(cfg: config.Train | None, say: Say) -> bool:
   shown = ", ".join(f"{name} {version}" for name, version in found.items() if version)
   report(f"versions     python {platform.python_version()}, {shown}")
   report(f"launcher     {launch.launcher if launch else 'none: one process'}")
-  for line in _gather(f"{socket.gethostname()}, pid {os.getpid()}, {_devices_here()}"):
+  here = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
+  for (line,) in _gather_lines([f"{socket.gethostname()}, pid {os.getpid()}, {here}"]):
     report(f"process      {line}")
   report(f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}")
   report(f"kernels      {device.kernels()}")
@@ -63,10 +64,6 @@ def examine(cfg: config.Train | None, say: Say) -> bool:
     report(f"PROBLEM      {problem}")
   report("no problem found" if not problems else f"{len(problems)} problems found")
   return not problems
-
-
-def _devices_here() -> str:
-  return f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
 
 
 def _environment(launch: launcher.Launch | None) -> list[str]:
@@ -154,10 +151,6 @@ def _bucket(address: str, report: Say) -> list[str]:
     return [str(error)]
   report(f"bucket       {address}, writable")
   return [] if same else [f"{address} does not return what was written"]
-
-
-def _gather(text: str) -> list[str]:
-  return [lines[0] for lines in _gather_lines([text])]
 
 
 def _gather_lines(lines: list[str]) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -39,7 +38,8 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
   folder = fetched(folder)
   if not exports.is_exported(folder) and folders.is_published(folder):
     tokenizer = _checked_published(folder, cfg)
-    read = lambda: (0, _published_params(folder, cfg.model))
+    dtype = cfg.model.param_dtype
+    read = lambda: (0, params_of(hugging_face.load(folder, param_dtype=dtype).model))
   elif not folder.is_dir():
     raise exports.ExportError(
       f"there is no folder {folder}; give one that `lnssm-train export` wrote, or a published"
@@ -89,10 +89,6 @@ def _checked_published(folder: Path, cfg: config.Train) -> Tokenizer:
         f"--set data.tokenizer={folder / folders.TOKENIZER}, and text tokenized by it."
       )
   return tokenizer
-
-
-def _published_params(folder: Path, model: config.Model) -> Any:
-  return params_of(hugging_face.load(folder, param_dtype=model.param_dtype).model)
 
 
 def _checked_tokenizer(folder: Path, manifest: exports.Manifest, cfg: config.Train) -> Tokenizer:

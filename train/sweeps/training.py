@@ -263,7 +263,8 @@ def _fit(
     result = trainer.fit(run.cfg, claimed=locked[place], stop=stop)
   except DivergedError as error:
     say(f"diverged: {error}")
-    row = result_row(run, run.cfg.steps, _no_scores(run), inputs.get(place))
+    scores: Scores = {f"{name} loss": None for name in run.cfg.data.validation}
+    row = result_row(run, run.cfg.steps, scores, inputs.get(place))
   else:
     if result.stopped_by:
       return result.stopped_by
@@ -346,7 +347,3 @@ def _best(scores: Sequence[Scores]) -> str:
   name = next(iter(scores[0]))
   known = [x for of in scores if (x := of[name]) is not None and math.isfinite(x)]
   return f"{name} {min(known):.4f} to {max(known):.4f}" if known else "all runs diverged"
-
-
-def _no_scores(run: Run) -> Scores:
-  return {f"{name} loss": None for name in run.cfg.data.validation}
