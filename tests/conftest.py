@@ -79,6 +79,7 @@ def pytest_runtest_teardown():
 
 @functools.cache
 def _write_programs_whole():
+  import jax
   from jax._src import lru_cache
 
   def put(self, key, value):
@@ -89,6 +90,9 @@ def _write_programs_whole():
       os.replace(part, path)  # also where another process was faster
 
   mock.patch.object(lru_cache.LRUCache, "put", put).start()
+  # Few programs of a test are those of another, and to write one takes a twentieth of compiling it.
+  # Processes that tests start, of which many run the same, write smaller ones too.
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def pytest_collectstart():

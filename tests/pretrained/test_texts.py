@@ -1,7 +1,6 @@
 """Scores of texts near the end of a cache: padding beyond it must not reach what is scored."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -27,6 +26,12 @@ def model():
   )
 
 
+@pytest.fixture(scope="module")
+def log_probs(model):
+  """Of all tokens of a row of `LIMIT`."""
+  return jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens)[0][0]))
+
+
 def rows_of(*shapes):
   """Rows of `common` tokens that two share, and others; each scored from the common ones on."""
   rng, rows, starts = np.random.default_rng(0), [], []
@@ -42,16 +47,17 @@ def rows_of(*shapes):
   [[(0, LIMIT + 1), (0, 33)], [(36, 4, 5)], [(31, 9, 5), (9, 30, 32)]],
   ids=["alone", "a shared beginning", "two of different lengths"],
 )
-def test_scores_near_the_end_of_a_cache_are_those_of_each_row_alone(model, monkeypatch, shapes):
+def test_scores_near_the_end_of_a_cache_are_those_of_each_row_alone(
+  model, log_probs, monkeypatch, shapes
+):
   monkeypatch.setattr(texts, "_CHUNK", 16)
   rows, starts = rows_of(*shapes)
   found = texts.score_tokens(model, rows, starts, batch=4)
-  logits = jax.jit(lambda tokens: model(tokens)[0])
   for row, start, score in zip(rows, starts, found, strict=True):
     padded = np.zeros((1, LIMIT), np.int32)
     padded[0, : len(row) - 1] = row[:-1]
-    wanted = jax.nn.log_softmax(logits(jnp.asarray(padded))[0, : len(row) - 1])
-    wanted = np.take_along_axis(np.asarray(wanted), row[1:, None], axis=1)[start - 1 :, 0]
+    wanted = np.asarray(log_probs(padded))[: len(row) - 1]
+    wanted = np.take_along_axis(wanted, row[1:, None], axis=1)[start - 1 :, 0]
     np.testing.assert_allclose(score.log_probs, wanted, atol=2e-5)
 
 
