@@ -25,6 +25,7 @@ from pathlib import Path
 import jax
 
 from benchmarks import csv_rows, turns
+from benchmarks.timing import allocated
 from benchmarks.train_step import Run, compile_step, random_batch
 from lnssm_jax.mixers import MIXERS
 from lnssm_jax.models import count_parameters
@@ -58,9 +59,7 @@ def measure(row: str, cfg, kernels: Path, when_ready, *, steps: int, runs: int) 
   state = init_state(cfg, mesh)
   columns = {"mixer": row, "state": state_size(cfg), "compile_s": f"{seconds:.1f}"}
   columns["parameters"] = count_parameters(state["params"])
-  memory = compiled.memory_analysis()
-  held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  columns["memory_gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.2f}"
+  columns["memory_gib"] = f"{allocated(compiled) / 2**30:.2f}"
   jax.block_until_ready(state)
   when_ready()
   times = Run(compiled, state, batch).seconds_per_step(steps, runs)

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import csv_rows, turns
-from benchmarks.timing import milliseconds
+from benchmarks.timing import allocated, milliseconds
 from lnssm_jax import ops
+from lnssm_jax.ops.core import accuracy
 
 FORMS = ("gla", "varlen", "mask", "loop")
 PARTITIONS = (4, 8, 16, 32, 64)
@@ -132,13 +133,6 @@ def with_backward(run):
   return both
 
 
-def relative_error(got, want) -> float:
-  """The largest relative error of the arrays."""
-  norm = lambda a: np.linalg.norm(np.asarray(a, np.float64))
-  errors = jax.tree.map(lambda a, b: norm(np.float64(a) - np.float64(b)) / norm(b), got, want)
-  return max(jax.tree.leaves(errors))
-
-
 def expected(N: int, sizes, tokens: int):
   """Output and gradients of the recurrence, in float32."""
   x = arrays(tokens, N, sizes)()
@@ -151,9 +145,8 @@ def error_of(form: str, N: int, sizes) -> float | None:
   if form == "gla":
     return None
   run = jax.jit(with_backward(function(form, N, dict(sizes)["selected"])))
-  return relative_error(
-    jax.device_get(run(arrays(CHECKED, N, sizes)())), expected(N, sizes, CHECKED)
-  )
+  got, want = run(arrays(CHECKED, N, sizes)()), expected(N, sizes, CHECKED)
+  return float(np.max(list(accuracy.named_errors(got, want).values())))  # NaN if any is
 
 
 def compiled(form: str, N: int, T: int, sizes):
@@ -179,9 +172,7 @@ def measure(form: str, N: int, T: int, sizes, args) -> dict:
       turns.wait()
     x = make()
     for name, program in programs.items():
-      memory = program.memory_analysis()
-      held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-      row["gib"] = f"{(held + memory.temp_size_in_bytes) / 2**30:.3f}"
+      row["gib"] = f"{allocated(program) / 2**30:.3f}"
       row[f"{name}_ms"] = f"{milliseconds(program, [(x,)], args.calls, args.runs):.3f}"
   except Exception as reason:  # out of memory: the other rows go on
     row["note"] = " ".join(f"{type(reason).__name__}: {reason}".split())[:200]

@@ -1,4 +1,4 @@
-"""Times of compiled programs."""
+"""Times and memory of compiled programs."""
 
 import statistics
 import time
@@ -37,3 +37,10 @@ def compiled(function, *arguments):
   begin = time.perf_counter()
   program = jax.jit(function).lower(*arguments).compile()
   return program, time.perf_counter() - begin
+
+
+def allocated(program) -> int:
+  """Bytes that a compiled program takes: arguments, new results and temporaries."""
+  plan = program.memory_analysis()
+  results = plan.output_size_in_bytes - plan.alias_size_in_bytes
+  return plan.argument_size_in_bytes + results + plan.temp_size_in_bytes

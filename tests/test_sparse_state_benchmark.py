@@ -42,6 +42,14 @@ def test_a_wrong_form_is_not_timed(monkeypatch):
   assert "forward_ms" not in row
 
 
+def test_a_form_with_nan_in_one_of_several_arrays_is_wrong(monkeypatch):
+  errors = {"out": 1e-6, "gradient": float("nan")}
+  monkeypatch.setattr(sparse_state.accuracy, "named_errors", lambda got, want: errors)
+  monkeypatch.setattr(sparse_state, "function", lambda *args: lambda x: x["v"])
+  monkeypatch.setattr(sparse_state, "expected", lambda *args: None)
+  assert one("--only", "mask")["note"].startswith("wrong")
+
+
 def test_rows_of_a_table_are_kept(tmp_path, monkeypatch):
   measured = {"forward_ms": "1.0", "backward_ms": "2.0"}
   monkeypatch.setattr(sparse_state.turns, "take", lambda commands: iter([measured] * len(commands)))
