@@ -152,9 +152,7 @@ class _Cta:
       window.append(jnp.where(is_first_split, earlier, inside))
     return window
 
-  def scan(
-    self, advance: Callable[..., Any], carry: Any, streams_gmem, *, has_tail: bool, skips: bool
-  ) -> Any:
+  def scan(self, advance: Callable[..., Any], carry: Any, streams_gmem, *, has_tail: bool) -> Any:
     """Calls `advance(t, r, token, is_first, carry) -> carry` for the tokens t of the split.
 
     r is the place of a token in its group, or None in the tail.
@@ -162,7 +160,6 @@ class _Cta:
     Args:
       streams_gmem: references [B, T, D]; `token` has the channels of each.
       has_tail: whether the tokens may not be whole groups.
-      skips: whether `is_first` may be None in a group where no document begins.
     """
     load = lambda t: [self.load_token(ref, t) for ref in streams_gmem]
     num_groups = self.tokens // self.group
@@ -174,16 +171,9 @@ class _Cta:
       tokens, word, carry = arrived
       first_token = self.start + n * self.group
       ahead = fetch(first_token + self.group)  # loads do not move across the stores of this group
-
-      def advance_all(word, carry):
-        for r, token in enumerate(tokens):
-          carry = advance(first_token + r, r, token, boundaries.bit(word, r), carry)
-        return carry
-
-      if skips and word is not None:
-        ways = (functools.partial(advance_all, x) for x in (word, None))
-        return *ahead, lax.cond(word != 0, *ways, carry)
-      return *ahead, advance_all(word, carry)
+      for r, token in enumerate(tokens):
+        carry = advance(first_token + r, r, token, boundaries.bit(word, r), carry)
+      return *ahead, carry
 
     *_, carry = lax.fori_loop(0, num_groups, compute_group, (*fetch(self.start), carry))
     if not has_tail:
@@ -236,7 +226,7 @@ def forward_kernel(
 
     window = cta.load_window(ins.x, ins.initial)
     streams = [ins.x, *_by_convolution(ins.offsets)]
-    cta.scan(advance, window, streams, has_tail=T % config.group != 0, skips=True)
+    cta.scan(advance, window, streams, has_tail=T % config.group != 0)
 
   out_type = (jax.ShapeDtypeStruct((B, T, D), static.dtype),) * S
   (results,) = _launch(
@@ -363,7 +353,7 @@ def backward_kernel(
       bias_sum=zero if has_bias else None,
     )
     streams = [ins.x, *ins.d_out, *_by_convolution(ins.offsets)]
-    carry = cta.scan(advance, carry, streams, has_tail=T % config.group != 0, skips=False)
+    carry = cta.scan(advance, carry, streams, has_tail=T % config.group != 0)
     end = cta.start + cta.tokens
     for n in range(W - 1):  # the tokens after the split, which read its last inputs
       t = end + n
