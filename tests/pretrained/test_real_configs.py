@@ -150,6 +150,9 @@ def test_settings_of_mamba_ssm_left_out_have_the_defaults_of_its_layer(layer):
   want = settings_or_reason(full)
   assert isinstance(want, dict)
   assert settings_or_reason(sizes | {"ssm_cfg": few}) == want
+  if layer == "Mamba1":  # the class rounds d_model / 16 up
+    given = {"ssm_cfg": options | {"layer": layer, "dt_rank": 5}}
+    assert settings_or_reason(full | given) == want
   if layer == "Mamba2":  # 64 channels per head
     wide = sizes | {"d_model": 64}
     assert settings_or_reason(wide | {"ssm_cfg": {"layer": layer}}) == settings_or_reason(
