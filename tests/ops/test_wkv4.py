@@ -102,6 +102,21 @@ def test_infinite_decay_rate_keeps_only_the_last_token(implementation):
   assert not jnp.any(gradients[2])
 
 
+def test_second_derivatives_through_the_state_equal_those_of_the_reference():
+  """The scale is as fixed in the derivative of the gradient as in the gradient."""
+  arguments = inputs(3)
+
+  def second(form):
+    def loss(*arguments):
+      out, state = scan(*arguments, implementation=form)
+      return sum(jnp.sum(x**2) for x in (out, *meaning(state)))
+
+    along = lambda *x: jax.jvp(jax.grad(loss, range(4)), x, x)[1]
+    return jax.jit(along)(*arguments)
+
+  close(second("chunked"), second("reference"))
+
+
 @pytest.mark.slow
 def test_outputs_are_between_the_values_so_far():
   k, v, w, u = inputs(300, size=30.0)

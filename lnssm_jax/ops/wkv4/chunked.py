@@ -206,8 +206,9 @@ def _nothing_lost(state):
 
 
 def _running_max(k, keep, rate, first):
-  """m_t = max(m_{t-1} - rate, k_t), and k_t where `keep` is False."""
-  k = jnp.maximum(k, EMPTY)
+  """m_t = max(m_{t-1} - rate, k_t), and k_t where `keep` is False; fixed in differentiation."""
+  # The gradient's own derivative would else move the sums by a scale that the maximum does not.
+  k, rate, first = jax.lax.stop_gradient((jnp.maximum(k, EMPTY), rate, first))
   reached = lambda keep, m: m if keep is None else jnp.where(keep, m, EMPTY)
   at = lambda t: None if keep is None else keep[:, t]
   k = k.at[:, 0].max(reached(at(0), first - rate))
