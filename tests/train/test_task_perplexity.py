@@ -51,21 +51,23 @@ def test_extrapolate_predicts_the_same_tokens_in_windows_of_all_lengths(monkeypa
 
 
 def test_lm_bits_per_byte_have_the_tokens_per_byte_of_whole_texts(monkeypatch, write):
-  """One bit per token. Of 4 and 12 bytes there are 2 and 12 tokens, cut to 2 and 3."""
+  """Of 4 and 12 bytes there are 2 and 12 tokens, cut to 2 and 3; 1 and 2 bits per token."""
 
   def encode_batch(documents):
     return [np.zeros(n, np.int32) for n in (2, 12)]
 
   def score_tokens(model, rows, firsts, batch):
-    return [types.SimpleNamespace(log_probs=np.full(len(row) - 1, -math.log(2))) for row in rows]
+    sizes = [len(row) - 1 for row in rows]
+    return [types.SimpleNamespace(log_probs=np.full(n, -n * math.log(2))) for n in sizes]
 
   monkeypatch.setattr(texts, "score_tokens", score_tokens)
   model = types.SimpleNamespace(model=None, source="m", step=1)
   model.tokenizer = types.SimpleNamespace(encode_batch=encode_batch, added=ByteTokenizer().added)
   report = perplexity.lm(model, [write([{"text": "abcd"}, {"text": "a" * 12}])], length=3)
   (row,) = report.tables["corpora"]
-  assert (row["tokens"], row["bits_per_byte"]) == (1 + 2, pytest.approx(14 / 16))
-  assert [each["bits_per_byte"] for each in report.details["documents"]] == pytest.approx([0.5, 1])
+  assert (row["tokens"], row["bits_per_byte"]) == (1 + 2, pytest.approx(5 / 3 * 14 / 16))
+  assert row["document_perplexity"] == pytest.approx(2**1.5)  # documents count alike
+  assert [each["bits_per_byte"] for each in report.details["documents"]] == pytest.approx([0.5, 2])
 
 
 def test_extrapolate_bits_per_byte_count_end_of_text_tokens(monkeypatch, write):
