@@ -205,11 +205,12 @@ def pipeline(
     (n,) = index
     *arrived, carry = args
     first_token = start + chunk_at(n) * C
-    is_first = None
+    is_first = begins = None
     if first_gmem is not None:
       *arrived, flags_smem = arrived
       offset = lax.rem(first_token, FLAG_BLOCK)
       is_first = lambda t: flags_smem[offset + t] > 0
+      begins = lambda: flags_smem[offset] != 0
     slot = lax.rem(n, 2)
     if targets:
       backend.wait_copies(1)
@@ -218,8 +219,8 @@ def pipeline(
     compute = lambda is_first: functools.partial(
       compute_chunk, first_token, streams_smem, is_first, slots_smem
     )
-    if skips and first_gmem is not None:
-      carry = lax.cond(flags_smem[offset] != 0, compute(is_first), compute(None), carry)
+    if skips and begins is not None:
+      carry = lax.cond(begins(), compute(is_first), compute(None), carry)
     else:
       carry = compute(is_first)(carry)
     # Also orders the reads above before the next copies into the same slots.
