@@ -122,6 +122,7 @@ def test_influence_with_reset_shows_what_crosses_a_boundary():
   assert np.all(np.asarray(got.state) > 0)
 
 
+@pytest.mark.slow
 def test_influence_on_a_mixer_is_the_difference_to_the_document_alone():
   """Of a mixer with two recurrent states."""
   mixer, x = tiny.starting("gsa"), tiny.inputs(2, 9)

@@ -54,6 +54,7 @@ def test_layer_equals_its_system_and_its_kernel(name, options):
     assert relative_error(phi_times(system, x), want) < 1e-13
 
 
+@pytest.mark.slow
 def test_softmax_attention_is_the_limit_of_taylor_features():
   """Lemma 1, with the error that it promises."""
   u, q, k = inputs(T, D), inputs(T, 1, 2), 0.7 * inputs(T, 1, 2)[::-1]

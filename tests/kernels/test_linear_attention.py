@@ -110,6 +110,7 @@ def test_outputs_of_a_document_have_the_same_bits_whatever_the_others_hold(imple
     assert not np.array_equal(run(changed)[:, ~same], run(inputs)[:, ~same])
 
 
+@pytest.mark.slow
 def test_second_block_of_channels_decays_by_its_own_factors():
   """Where queries read that block alone, and the first one would keep scores and state."""
   case = dataclasses.replace(SMALL, T=64, K=120, decay="BTHK", strength="uneven", state=True)

@@ -60,12 +60,8 @@ def documents(key, ids, size):
 @pytest.mark.parametrize(
   ("call", "dtype"),
   [
-    pytest.param(call, dtype, marks=[pytest.mark.slow] * (dtype not in some))
-    for calls, some in [
-      ((loss, entropy, rows, documents), ("uint8", "int16")),
-      ((selected,), ("uint8",)),
-    ]
-    for call in calls
+    pytest.param(call, dtype, marks=[pytest.mark.slow] * (dtype != "uint8"))
+    for call in (loss, entropy, rows, documents, selected)
     for dtype in SIZES
   ],
 )

@@ -49,6 +49,7 @@ def test_selective_scan_equals_the_explicit_sum():
   close(call(inputs)[0], want)
 
 
+@pytest.mark.slow
 def test_selective_scan_gradients_equal_the_derived_recursion():
   """The lines of README.md, token by token in float64."""
   T = 7
