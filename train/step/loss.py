@@ -59,7 +59,7 @@ def next_token_loss(
   are in memory at once; None: a power of two, within 512 MiB and 8192. Matrix products run in
   `hidden.dtype` with float32 accumulation, everything else in float32.
 
-  Differentiate `nats`. Its gradient includes that of
+  Differentiate `nats`, once: JAX rejects a second derivative. Its gradient includes that of
 
       penalty = sum_i w_i (logit_penalty / 2 max(z_i)^2 + z_loss logsumexp(z_i)^2),
 
