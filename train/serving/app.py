@@ -7,10 +7,10 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -30,6 +30,9 @@ from train.serving.engine import Busy, Engine
 _MAX_BODY = 1 << 22  # bytes
 _PATIENCE = 30.0  # seconds for a body
 _RETRY = {"Retry-After": "1"}
+# Of requests, at once. The thread of the device shares Python's lock with them: more of them would
+# have it wait for each in turn when many requests come together.
+_READERS = 2
 
 
 class HttpError(Exception):
@@ -49,7 +52,8 @@ def make(
   most_tokens: int,
 ) -> Starlette:
   """The application of a model; `most_tokens` are those of a prompt and its answer."""
-  answer = functools.partial(_answer, loaded, engine, name, most_tokens)
+  readers = ThreadPoolExecutor(_READERS)
+  answer = functools.partial(_answer, loaded, engine, name, most_tokens, readers)
   models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "lnssm_jax"}]}
   get = ["GET"]
   routes = [
@@ -93,6 +97,7 @@ async def _answer(
   engine: Engine,
   name: str,
   most_tokens: int,
+  readers: ThreadPoolExecutor,
   chat: ChatTemplate | DataError | None,
   http: HttpRequest,
 ) -> Response:
@@ -102,7 +107,8 @@ async def _answer(
   limits = {"most_texts": engine.queue, "most_tokens": most_tokens}
   try:
     # Encoding of a long text takes its time.
-    asked = await run_in_threadpool(requests.parse, body, loaded, chat, **limits)
+    read = functools.partial(requests.parse, body, loaded, chat, **limits)
+    asked = await asyncio.get_running_loop().run_in_executor(readers, read)
     choices = _Choices(loaded, engine, asked)
     choices.submit()
   except ValueError as error:
