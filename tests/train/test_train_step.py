@@ -19,7 +19,7 @@ from train.logging.metric_reader import aux_columns
 from train.step.loss import LossSums
 from train.step.model import model_graph
 from train.step.optimizer import make_optimizer
-from train.step.state import abstract_state
+from train.step.state import abstract_state, init_state
 from train.step.step import Rules, step
 from train.step.train_step import make_eval_step, make_train_step
 
@@ -61,6 +61,16 @@ def run(cfg, batch, steps=1):
   for _ in range(steps):
     state, metrics = step(state, batch)
   return jax.device_get(state), jax.device_get(metrics)
+
+
+def test_state_of_given_parameters_has_them_as_its_average(tiny):
+  cfg = tiny(optimizer__ema_decay=0.9)
+  mesh = device_mesh.make_mesh(cfg)
+  given = jax.tree.map(lambda x: jnp.full(x.shape, 3, x.dtype), abstract_state(cfg, mesh)["params"])
+  state = init_state(cfg, mesh, params=given)
+  assert state["params"] is given
+  assert all(np.all(x == 3) for x in jax.tree.leaves(state["ema"]))
+  chex.assert_trees_all_equal_shapes(state, abstract_state(cfg, mesh))
 
 
 def assert_close(a, b, **tolerance):
