@@ -222,6 +222,19 @@ def of_qwen(folder, **sizes):
   write(folder, "qwen3_5", dtype=np.float32, config=config, tensors=wide)
 
 
+def of_qwen_0_8b(folder):
+  """The same with the sizes of Qwen3.5-0.8B in its config.json, and other tensors."""
+  sizes = {"vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584}
+  sizes |= {"num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2}
+  sizes |= {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16}
+  sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+  sizes |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6}
+  sizes |= {"max_position_embeddings": 262_144, "tie_word_embeddings": True}
+  of_qwen(folder, **sizes)
+  config = folder / "config.json"
+  config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+
+
 @pytest.mark.slow
 def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch, capsys, chat):
   monkeypatch.chdir(tmp_path)
@@ -261,15 +274,7 @@ def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_dry_run_of_the_page_has_the_sizes_of_qwen3_5_0_8b(tmp_path, monkeypatch, capsys, chat):
   monkeypatch.chdir(tmp_path)
-  sizes = {"vocab_size": 248_320, "hidden_size": 1024, "intermediate_size": 3584}
-  sizes |= {"num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2}
-  sizes |= {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16}
-  sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-  sizes |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6}
-  sizes |= {"max_position_embeddings": 262_144, "tie_word_embeddings": True}
-  of_qwen(tmp_path / "Qwen3.5-0.8B", **sizes)
-  config = tmp_path / "Qwen3.5-0.8B" / "config.json"
-  config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+  of_qwen_0_8b(tmp_path / "Qwen3.5-0.8B")
   Path("chat.py").write_text(blocks_of(PAGE)[-4])
   Path("chats.jsonl").write_text(json.dumps({"messages": TALKS["turns"]}))
   small = ["--set", "seq_len=512", "--set", "global_batch=1", "--set", "compile_cache=None"]
