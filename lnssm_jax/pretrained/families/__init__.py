@@ -1,4 +1,8 @@
-"""Families of published models, one readable table each."""
+"""Families of published models, one readable table each.
+
+Settings are those of the published files and of the classes that read them. Which files were seen
+whole, and which in parts, is in tests/peers/published_configs.py and published_hybrid_configs.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any

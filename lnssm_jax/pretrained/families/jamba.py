@@ -1,7 +1,7 @@
 """Jamba (AI21 2024), of transformers: Mamba, attention without positions, experts in some layers.
 
-Settings and defaults are those of the classes of transformers 4.40 and 5.23. Models with one expert
-(Jamba Reasoning 3B) have an MLP in its place.
+Settings are those of Jamba 1.5 Mini's file, and with their defaults of the classes of transformers
+4.40 and 5.23. Models with one expert (Jamba Reasoning 3B) have an MLP in its place.
 """
 
 import dataclasses
