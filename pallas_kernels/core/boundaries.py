@@ -83,13 +83,16 @@ class DocumentBoundaries(NamedTuple):
     same = self.same_document(at)
     return mask if same is None else mask & same
 
-  def mask_scores(
-    self, at: ChunkIndex, scores: jax.Array, states: "StateDocuments | None" = None
-  ) -> jax.Array:
-    """[C, C]: `scores`, 0 for pairs of tokens of different documents."""
+  def mask_scores(self, at: ChunkIndex, scores: Any, states: "StateDocuments | None" = None) -> Any:
+    """[C, C], or several: `scores`, 0 for pairs of tokens of different documents."""
     if self.segment_ids is None:
       return scores
-    return _in_cut(states, scores, lambda: jnp.where(self._ids(at).same_document(), scores, 0.0))
+
+    def masked():
+      same = self._ids(at).same_document()
+      return jax.tree.map(lambda x: jnp.where(same, x, 0.0), scores)
+
+    return _in_cut(states, scores, masked)
 
   def same_document(self, at: ChunkIndex) -> jax.Array | None:
     """[C, C] bool: the pairs of tokens of one document; None for all."""
@@ -117,19 +120,23 @@ class DocumentBoundaries(NamedTuple):
       return None
     return StateDocuments(self._entering(at), self._leaving(at))
 
-  def select_seeing(
-    self, at: ChunkIndex, states: "StateDocuments | None", value: jax.Array
-  ) -> jax.Array:
-    """`value` [C, X], 0 for tokens that do not see the state that enters the chunk."""
-    select = lambda: select_rows(self.sees_entering_state(at), value, jnp.zeros((), value.dtype))
-    return value if states is None else _in_cut(states, value, select)
+  def select_seeing(self, at: ChunkIndex, states: "StateDocuments | None", values: Any) -> Any:
+    """`values` [C, X], one or several, 0 for tokens that do not see the entering state."""
+    return self._select(lambda: self.sees_entering_state(at), states, values)
 
-  def select_reaching(
-    self, at: ChunkIndex, states: "StateDocuments | None", value: jax.Array
-  ) -> jax.Array:
-    """`value` [C, X], 0 for tokens that do not reach the state that leaves the chunk."""
-    select = lambda: select_rows(self.reaches_leaving_state(at), value, jnp.zeros((), value.dtype))
-    return value if states is None else _in_cut(states, value, select)
+  def select_reaching(self, at: ChunkIndex, states: "StateDocuments | None", values: Any) -> Any:
+    """`values` [C, X], one or several, 0 for tokens that do not reach the leaving state."""
+    return self._select(lambda: self.reaches_leaving_state(at), states, values)
+
+  def _select(self, load_rows, states, values):
+    if self.reset_ids is None:
+      return values
+
+    def select():
+      rows = load_rows()
+      return jax.tree.map(lambda x: select_rows(rows, x, jnp.zeros((), x.dtype)), values)
+
+    return _in_cut(states, values, select)
 
   def _of_document(self, at: ChunkIndex, document):
     ids = load_row_vector(self.reset_ids.at[at.batch, at.tokens])
@@ -178,7 +185,7 @@ class StateDocuments(NamedTuple):
     return decay * jnp.where(self.cut, 0.0, 1.0)
 
 
-def _in_cut(states: StateDocuments | None, value: jax.Array, masked: Callable[[], jax.Array]):
+def _in_cut(states: StateDocuments | None, value: Any, masked: Callable[[], Any]):
   """`masked()` if a document begins in the chunk; elsewhere nobody looks at its tokens."""
   return masked() if states is None else lax.cond(states.cut, masked, lambda: value)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -31,6 +32,7 @@ from pallas_kernels.core.wgmma import (
   load_tile,
   smem_tile,
   with_int32_indices,
+  zero_accumulator,
 )
 from pallas_kernels.delta_rule.sm90.recurrence import Stage
 from pallas_kernels.delta_rule.triangular_inverse import diagonal_blocks, triangular_inverse
@@ -75,19 +77,28 @@ class DecayedChunks(NamedTuple):
   write_lower: Any = None  # [B, H, T, C] bfloat16
 
 
-class _Buffers(NamedTuple):
+class ScoreTiles(NamedTuple):
+  """Tiles that `ScoresOfChunk` reads, of one key."""
+
   q: Any  # [C, K]
   k: Any  # [C, K]
+  right: Any  # [C, K]
+  lhs: Any
+  decay: DecayScratch
+
+
+class _Buffers(NamedTuple):
+  q: Any  # [C, K]
+  keys: Any  # [1 or 2, C, K]: k, after the write key if there is one
   erase_key: Any  # [C, K], or None
   right: Any  # [C, K]: the right operand of products
   lhs: Any  # of `Backend.to_lhs`
-  scores: Any  # [C, C]
+  scores: Any  # [1 or 2, C, C]: of each key
   ones: Any  # [C, 64]
   decay: DecayScratch
   blocks: Any  # of `triangular_inverse`
   more: list  # [C, C]: of the six that it needs those that are not dead tiles
   cols: Any  # [K] float32
-  write_key: Any  # [C, K], or None
   arrived_barrier: Any  # of q, k, the erase key, the write key
 
 
@@ -109,25 +120,26 @@ def decayed_chunks(
   blocks = [pl.ds(start, TILE_WIDTH) for start in range(0, K, TILE_WIDTH)]
   scratch = _Buffers(
     q=smem_tile(C, K),
-    k=smem_tile(C, K),
+    keys=smem_tile(1 + writes, C, K),
     erase_key=None if shared else smem_tile(C, K),
     right=smem_tile(C, K),
     lhs=backend.lhs_scratch(2, C, K),
-    scores=smem_tile(C, C),
+    scores=smem_tile(1 + writes, C, C),
     ones=smem_tile(C, TILE_WIDTH),
     decay=DecayScratch.of(inputs.log_decay, C, K),
     blocks=diagonal_blocks(),
-    more=[smem_tile(C, C) for _ in range(4 - 2 * len(blocks))],
+    more=[smem_tile(C, C) for _ in range(4 - 2 * len(blocks) - writes)],
     cols=plgpu.SMEM((K,), jnp.float32),
-    write_key=smem_tile(C, K) if writes else None,
     arrived_barrier=plgpu.Barrier(num_barriers=4),
   )
 
   def body(at, gmem: ChunkInputs, outs: DecayedChunks, smem: _Buffers):
     of_tokens = lambda ref: ref.at[at.batch, at.tokens, shared_head(at.head, H, ref)]
-    loaded = [(gmem.q, smem.q), (gmem.k, smem.k)]
+    keys_smem = [smem.keys.at[n] for n in range(1 + writes)]
+    k_smem, write_key_smem, scores_smem = keys_smem[-1], keys_smem[0], smem.scores.at[int(writes)]
+    loaded = [(gmem.q, smem.q), (gmem.k, k_smem)]
     loaded += [] if shared else [(gmem.erase_key, smem.erase_key)]
-    loaded += [(gmem.write_key, smem.write_key)] if writes else []
+    loaded += [(gmem.write_key, write_key_smem)] if writes else []
     for number, (source, target) in enumerate(loaded):
       plgpu.copy_gmem_to_smem(of_tokens(source), target, smem.arrived_barrier.at[number])
     log_decay = of_tokens(gmem.log_decay)
@@ -138,7 +150,7 @@ def decayed_chunks(
     documents, states = gmem.documents, gmem.documents.load_states(at)
     for number in range(len(loaded)):
       plgpu.barrier_wait(smem.arrived_barrier.at[number])
-    erase_smem = smem.k if shared else smem.erase_key
+    erase_smem = k_smem if shared else smem.erase_key
     if erase_before_decay:
       for channels, f in zip(blocks, factors, strict=True):
         undo_own_decay(erase_smem.at[:, channels], f)
@@ -146,44 +158,53 @@ def decayed_chunks(
     rate = gmem.tables.at[at.batch, shared_head(at.head, H, gmem.tables, axis=1), at.chunk, 0]
     of_pairs = lambda ref: ref.at[at.batch, at.head, at.tokens]
 
-    def pairs_of(key_smem):
-      tiles = smem._replace(k=key_smem)
+    def pairs_of(number, _):
+      tiles = ScoreTiles(smem.q, smem.keys.at[number], smem.right, smem.lhs, smem.decay)
       chunk = ScoresOfChunk(at, factors, blocks, gmem, states, tiles, queries, backend)
       scores, lower = chunk.scores()
       lower = lower * broadcast_rows(load_row_vector(rate), (C, C))
-      return (documents.mask_scores(at, x, states) for x in (scores, lower))
+      scores, lower = documents.mask_scores(at, (scores, lower), states)
+      smem.scores.at[number][...] = scores.astype(jnp.bfloat16)
+      if writes:
 
+        @pl.when(number == 0)
+        def _():
+          smem.more[0][...] = (-lower).astype(jnp.bfloat16)  # dead until the inverse
+
+      plgpu.commit_smem()  # all warps have read the key's tiles
+      return lower
+
+    # A loop, because the code of both would not fit an SM's cache of instructions.
+    zeros = zero_accumulator(C, C)
+    lower = lax.fori_loop(0, 2, pairs_of, zeros) if writes else pairs_of(0, zeros)
     if writes:
-      write_scores, write_lower = pairs_of(smem.write_key)
-      scores_smem, lower_smem = smem.more  # dead until the inverse
-      scores_smem[...] = write_scores.astype(jnp.bfloat16)
-      lower_smem[...] = (-write_lower).astype(jnp.bfloat16)
-      copies = (scores_smem, outs.write_scores), (lower_smem, outs.write_lower)
+      copies = (smem.scores.at[0], outs.write_scores), (smem.more[0], outs.write_lower)
       start_copies([(source, of_pairs(target)) for source, target in copies])
-    scores, lower = pairs_of(smem.k)
-    smem.scores[...] = scores.astype(jnp.bfloat16)
 
     # Each replaces a dead tile; the erase key, where it is k itself, the right operand.
     decayed_erase_smem = smem.right if shared else smem.erase_key
     for channels, f in zip(blocks, factors, strict=True):
       part = lambda tile, channels=channels: tile.at[:, channels]
-      scaled = lambda tile, factor, select: select(at, states, load_scaled(tile, factor))
-      before = f.factor(f.signs(BEFORE))
-      part(decayed_erase_smem)[...] = scaled(part(erase_smem), before, documents.select_seeing)
-      part(smem.q)[...] = scaled(part(smem.q), before, documents.select_seeing)
+
+      def scale(targets, tiles, factor, select, part=part):
+        scaled = [load_scaled(part(tile), factor) for tile in tiles]
+        for target, x in zip(targets, select(at, states, scaled), strict=True):
+          part(target)[...] = x
+
+      before, targets = f.factor(f.signs(BEFORE)), [decayed_erase_smem, smem.q]
+      scale(targets, [erase_smem, smem.q], before, documents.select_seeing)
       after = f.factor(f.signs(AFTER))
-      for key_smem in (smem.k, smem.write_key) if writes else (smem.k,):
-        part(key_smem)[...] = scaled(part(key_smem), after, documents.select_reaching)
+      scale(keys_smem, keys_smem, after, documents.select_reaching)
       both = smem.decay.channels(channels)
       total = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
       smem.cols.at[channels][...] = total if states is None else states.keeps_state(total)
     of_result = lambda ref: ref.at[at.batch, at.tokens, at.head]
     start_copies(
       [
-        *([(smem.write_key, of_result(outs.write_key))] if writes else []),
-        (smem.scores, of_pairs(outs.scores)),
+        *([(write_key_smem, of_result(outs.write_key))] if writes else []),
+        (scores_smem, of_pairs(outs.scores)),
         (smem.q, of_result(outs.q)),
-        (smem.k, of_result(outs.k)),
+        (k_smem, of_result(outs.k)),
         (decayed_erase_smem, of_result(outs.erase_key)),
         (smem.cols, outs.decay.at[at.batch, at.head, at.chunk]),
       ]
@@ -194,6 +215,7 @@ def decayed_chunks(
     if writes:
       plgpu.wait_smem_to_gmem(6, wait_read_only=True)
     free = [x.at[:, channels] for x in (smem.decay.high, smem.decay.low) for channels in blocks]
+    free += [smem.scores.at[0]] if writes else []
     free = [*free, *smem.more, smem.ones, smem.decay.signs]
     inverse_smem = smem.decay.signs
     inverse_smem[...] = triangular_inverse(lower, smem.blocks, free, backend).astype(jnp.bfloat16)
