@@ -12,7 +12,7 @@ WIDEST_WRITE_KEY = 64  # what a chunk needs of wider ones would not fit the SMEM
 CHUNK = 64  # tokens, unless a configuration says otherwise
 NARROWEST = 32  # narrower heads are padded more than twofold
 _REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
-REDUCTIONS = 128  # where the largest of 128 numbers is all
+REDUCTIONS = 1024  # of sums over the rows of a tile
 _BARRIERS = 1024  # bytes of SMEM, at most, for barriers
 NUM_ROWS = 5  # of a chunk's table
 
@@ -112,12 +112,12 @@ class Config:
     # Keys, the cotangent of outputs, x and y, a block of a state, pairs of tokens.
     of_keys = keys * C * (TILE_WIDTH if shape.channels else K)
     needed["gradients"] = bf16 * (of_keys + 3 * C * V + TILE_WIDTH * V) + 2 * pairs
-    if shape.channels:  # signs, and tiles where those of values are too few
-      more = 0 if V > TILE_WIDTH or shape.write_key else 2
-      needed["gradients"] += pairs * (1 + more) + 2 * f32 * C
+    if shape.channels:  # signs in place of dL, and tiles where those of values are too few
+      more = max(0, 4 - (2 + shape.write_key) * V // TILE_WIDTH)
+      needed["gradients"] += pairs * more + 2 * f32 * C
       if shape.write_key:  # its block, values, pairs of tokens
         keys += 1
-        needed["gradients"] += bf16 * (C * TILE_WIDTH + C * V) + 2 * pairs
+        needed["gradients"] += bf16 * (C * TILE_WIDTH + C * V) + pairs
       # Keys, the right operand, halves of log decays; scores, signs, ones; blocks of the inverse.
       chunks = bf16 * (keys + 3) * C * K + pairs * (3 if K > TILE_WIDTH else 5)
       needed["chunks"] = chunks + f32 * (C * C // 4 + 2 * C + K) + _REDUCTIONS
