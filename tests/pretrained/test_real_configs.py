@@ -89,6 +89,7 @@ def test_settings_of_qwen_2_5_falcon_h1_and_nemotron_h_that_repeat_the_class_are
     ("qwen2", "use_mrope", False, True),
     ("falcon_h1", "mamba_use_mlp", True, False),
     ("nemotron_h", "rms_norm_eps", 1e-5, 1e-6),
+    ("nemotron_h", "num_query_groups", recorded("nemotron_h").config["num_key_value_heads"], 3),
   ):
     config = folders.plain(recorded(case).config)
     family = family_of(config)

@@ -11,7 +11,7 @@ from lnssm_jax.pretrained.families.dense import MISTRAL, QWEN2, QWEN3
 from lnssm_jax.pretrained.families.falcon_h1 import FALCON_H1
 from lnssm_jax.pretrained.families.fla import FLA
 from lnssm_jax.pretrained.families.fla_hybrids import FLA_HYBRIDS
-from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_MOE
+from lnssm_jax.pretrained.families.granite import GRANITE, GRANITE_ATTENTION, GRANITE_MOE
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from lnssm_jax.pretrained.families.hybrids import BAMBA, QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT
 from lnssm_jax.pretrained.families.jamba import JAMBA, JAMBA_DENSE
@@ -54,6 +54,7 @@ FAMILIES: tuple[Family, ...] = (
   BAMBA,
   GRANITE_MOE,
   GRANITE,
+  GRANITE_ATTENTION,
   QWEN3_NEXT_MOE,
   QWEN3_5_MOE_TEXT,
   QWEN3_5_MOE,

@@ -18,7 +18,7 @@ from lnssm_jax.pretrained.manifest import ExportError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Of Llama alone.
-_OWN = ("attention_bias", "mlp_bias", "pretraining_tp", "is_llama_config", "max_sequence_length")
+_OWN = ("attention_bias", "mlp_bias", "pretraining_tp", "is_llama_config")
 _SHARED = {name: field for name, field in LLAMA.fields.items() if name not in _OWN}
 _WINDOW = {"sliding_window": size_or_none("mixer_options.window")}
 

@@ -8,6 +8,7 @@ from typing import Any
 from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
+  Field,
   Fixed,
   choice,
   count_of_layers,
@@ -21,8 +22,10 @@ from lnssm_jax.pretrained.families.hybrids import (
   BAMBA_NAMES,
   bamba_sizes,
   bamba_sizes_written,
+  by_pattern,
+  pattern_written,
 )
-from lnssm_jax.pretrained.families.llama import LAYER
+from lnssm_jax.pretrained.families.llama import LAYER, whole_heads
 from lnssm_jax.pretrained.families.qwen_experts import SWAPPED, fused
 from lnssm_jax.pretrained.families.table import TRANSPOSED, Row, Rows, View, linear, norm
 from lnssm_jax.pretrained.manifest import ExportError
@@ -31,7 +34,8 @@ _MOE = "channel_mixer_options"
 _POSITIONS = {"nope": "none", None: "none", "rope": "rotary"}
 
 
-def _normal(config: Config) -> Config:
+def _layers(config: Config) -> tuple[Config, list[Any]]:
+  """The config without what is the same for all kinds of layers, and the kind of each."""
   L, types = count_of_layers(config), config.pop("layer_types", None)
   other = config.pop("layers_block_type", None)
   types = (["mamba"] * L if other is None else other) if types is None else types
@@ -43,8 +47,19 @@ def _normal(config: Config) -> Config:
   divisor = config.pop("logits_scaling", 1.0)
   if not is_number(divisor) or not 0 < divisor < math.inf:
     raise ExportError(f"logits_scaling={divisor!r:.80} must be a number above 0.")
-  types = [BAMBA_NAMES.get(str(x), x) for x in types]
-  return bamba_sizes(config, types, 1.0, 2048) | {"logit_scale": 1 / divisor}
+  config["logit_scale"] = 1 / divisor
+  return config, [BAMBA_NAMES.get(str(x), x) for x in types]
+
+
+def _normal(config: Config) -> Config:
+  config, types = _layers(config)
+  return bamba_sizes(config, types, 1.0, 2048)
+
+
+def _normal_attention(config: Config) -> Config:
+  config, types = _layers(config)
+  config = whole_heads(by_pattern(config, types, None, 1.0, 2048))
+  return {name: value for name, value in config.items() if name != "mixers"}
 
 
 def _written(config: Config) -> Config:
@@ -53,6 +68,17 @@ def _written(config: Config) -> Config:
   del config["partial_rotary_factor"]
   theirs = {ours: name for name, ours in BAMBA_NAMES.items()}
   return config | {"layer_types": [theirs[x] for x in types]}
+
+
+def _written_attention(config: Config) -> Config:
+  K, L = config["hidden_size"] // config["num_attention_heads"], config["num_hidden_layers"]
+  all_of_them = {"mixers": ["softmax_attention"], "head_dim": K}
+  config, _ = pattern_written(config | all_of_them, "head_dim")
+  del config["partial_rotary_factor"]
+  return config | {
+    "logits_scaling": 1 / config.pop("logit_scale"),
+    "layer_types": ["attention"] * L,
+  }
 
 
 def _half(number: int) -> View:
@@ -83,6 +109,12 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
   return config.get("num_local_experts", 8) != 0
 
 
+def _is_attention(config: Mapping[str, Any]) -> bool:
+  """Whether no layer is recurrent, as of those with rotations."""
+  types = config.get("layer_types") or config.get("layers_block_type")
+  return isinstance(types, list) and {*map(str, types)} <= {"attention", "full_attention"}
+
+
 GRANITE = dataclasses.replace(
   BAMBA,
   name="granitemoehybrid",
@@ -105,7 +137,7 @@ GRANITE = dataclasses.replace(
   rows=_ROWS | _mlp("blocks.channel_mixer"),
   normal=_normal,
   written=_written,
-  has=lambda config: not _has_experts(config),
+  has=lambda config: not _has_experts(config) and not _is_attention(config),
 )
 GRANITE_MOE = dataclasses.replace(
   GRANITE,
@@ -126,4 +158,32 @@ GRANITE_MOE = dataclasses.replace(
     "blocks.channel_mixer.experts.down.kernel": Row(f"{_EXPERTS}.output_linear.weight", SWAPPED),
   },
   has=_has_experts,
+)
+
+
+def _of_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Fields of a hybrid for a model whose only mixer is attention."""
+  found, unused = {}, ["mamba_n_heads", "time_step_limit"]
+  for name, field in fields.items():
+    if not isinstance(field, Field):
+      found[name] = field
+      continue
+    paths = [path.replace(f"{ATTENTION}.", "mixer_options.") for path in field.paths]
+    own = [
+      x for x in paths if not x.startswith(("mixer_options.mamba2", "mixer_options.num_heads"))
+    ]
+    found |= {name: dataclasses.replace(field, ours=tuple(own))} if own else {}
+    unused += [] if own else [name]
+  return found | free("of layers of Mamba-2, of which there are none", *unused)
+
+
+_WRITTEN_OUT = ("mixers", "min_step", "max_step")
+
+GRANITE_ATTENTION = dataclasses.replace(
+  GRANITE,
+  fields=_of_attention({x: y for x, y in GRANITE.fields.items() if x not in _WRITTEN_OUT}),
+  constants=GRANITE.constants | {"mixer": "softmax_attention"},
+  normal=_normal_attention,
+  written=_written_attention,
+  has=lambda config: not _has_experts(config) and _is_attention(config),
 )

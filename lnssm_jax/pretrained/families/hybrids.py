@@ -80,10 +80,14 @@ def pattern[Kind](layers: Sequence[Kind]) -> list[Kind]:
 
 
 def by_pattern(
-  config: Config, types: Sequence[Any], recurrent: str, share: float, usual_length: int
+  config: Config, types: Sequence[Any], recurrent: str | None, share: float, usual_length: int
 ) -> Config:
-  """Writes out the pattern of mixers, the width of the rotation, and the longest sequence."""
-  L, names = whole(config, "num_hidden_layers"), {_FULL: "softmax_attention", _LINEAR: recurrent}
+  """Writes out the pattern of mixers, the width of the rotation, and the longest sequence.
+
+  Without a recurrent mixer all layers must be attention.
+  """
+  L, names = whole(config, "num_hidden_layers"), {_FULL: "softmax_attention"}
+  names |= {} if recurrent is None else {_LINEAR: recurrent}
   if len(types) != L or set(map(str, types)) != set(names):
     raise ExportError(
       f"layer_types={list(types)!r:.80} must be {' and '.join(names)}, of "

@@ -129,6 +129,7 @@ NEMOTRON_H = Family(
     "layer_norm_epsilon": number(("norm_eps", f"{_MAMBA}.norm_eps"), 1e-5),
     "norm_eps": same("layer_norm_epsilon"),
     "rms_norm_eps": same("layer_norm_epsilon"),
+    "num_query_groups": same("num_key_value_heads"),
     "tie_word_embeddings": flag("tie_embeddings", False),
     "num_attention_heads": size((f"{ATTENTION}.num_heads", "num_heads"), 32),
     "num_key_value_heads": size(f"{ATTENTION}.num_kv_heads", 8),
