@@ -66,6 +66,15 @@ def test_window_entries_match_definition(write_pair):
   assert {key: value.dtype.name for key, value in first.items()} == KEYS
 
 
+def test_fingerprint_of_windows_is_of_tokens_documents_and_length(write_pair):
+  print_of = lambda name, rows, T=2: TokenWindows(write_pair(rows, name), T, 12).fingerprint
+  usual = print_of("a", [[1, 2, 3], [4, 5, 6]])
+  assert print_of("b", [[1, 2, 3], [4, 5, 6]]) == usual
+  others = [print_of("c", [[1, 2], [3, 4, 5, 6]]), print_of("d", [[1, 2, 3], [4, 5, 7]])]
+  others.append(print_of("e", [[1, 2, 3], [4, 5, 6]], 1))
+  assert len({usual, *others}) == 4
+
+
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 7, 8, 50])
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
 def test_windows_cover_documents_in_order(write_pair, seq_len, dtype):

@@ -79,6 +79,11 @@ def test_settings_of_yarn_llama_2_and_falcon_3_are_read():
   usual = family.settings(config | changes)
   rope = rope | {"finetuned": True}
   assert family.settings(config | changes | {"rope_scaling": rope, "activation": "swiglu"}) == usual
+  rope = {"type": "dynamic", "factor": 2.0}
+  original = {"original_max_position_embeddings": 2048}
+  usual = family.settings(config | {"rope_scaling": rope})
+  for change in ({"rope_scaling": rope, **original}, {"rope_scaling": rope | original}):
+    assert family.settings(config | change) == usual
   with pytest.raises(ExportError, match="activation='gelu'"):
     family.settings(config | {"activation": "gelu"})
 

@@ -70,6 +70,10 @@ def test_each_of_many_prompts_has_its_own_seed_in_batches_by_length(monkeypatch)
   monkeypatch.setattr(texts, "encode_prompt", lambda tokenizer, prompt, how: np.arange(len(prompt)))
   prompts = ["abc", "a", "abcd", "ab", ""]
   options = SamplingOptions(max_tokens=1, seed=(7, 8, 9, 5, 6))
-  found = list(texts.complete_each(None, None, prompts, options, batch=2))
-  wanted = zip(prompts, options.seed, range(5), strict=True)
-  assert found == [(list(range(len(prompt))), seed, number) for prompt, seed, number in wanted]
+  rows = zip(prompts, options.seed, range(5), strict=True)
+  wanted = [(list(range(len(prompt))), seed, number) for prompt, seed, number in rows]
+  assert list(texts.complete_each(None, None, prompts, options, batch=2)) == wanted
+  monkeypatch.setattr(texts, "_SORTED", 1)  # two are sorted together, then two others
+  for first in (0, 1, 4):
+    found = list(texts.complete_each(None, None, prompts, options, batch=2, first=first))
+    assert found == wanted[first:]

@@ -78,9 +78,10 @@ def rotary(config: Config, *, usual_length: int = 2048, default: float = 10000.0
       raise ExportError(f"{setting}.rope_type={rule!r:.80} is not implemented; only {known}.")
     if rule in ("llama3", "yarn", "dynamic"):
       longest = whole(config, "max_position_embeddings", usual_length)
-      if original is not None and rule != "dynamic":  # before that of the rule, as there
+      if original is not None:  # before that of the rule, as there
         rope["original_max_position_embeddings"] = original
-      if rule == "dynamic":
+      if rule == "dynamic":  # which transformers applies from max_position_embeddings on
+        rope.pop("original_max_position_embeddings", None)
         rope["max_position_embeddings"] = longest
       else:
         rope = {"original_max_position_embeddings": longest} | rope
