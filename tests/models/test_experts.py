@@ -143,6 +143,18 @@ def test_experts_select_by_logits_in_float32_and_start_apart():
   assert module.route(logits, None)[1].tolist() == [[0, 2]]
 
 
+def test_experts_with_a_row_more_than_their_blocks_drop_none():
+  """Experts of 5 rows and 1 in blocks of 4: three blocks, the most that 6 rows can need."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  kernels = normal(2, D, F), normal(2, F, D)
+  x, weights, indices = normal(6, D), normal(6, 1), jnp.array([[0], [0], [1], [0], [0], [0]])
+  got = jax.jit(lambda: mixture(kernels, jax.nn.silu, x, weights, indices, 2))()
+  up, down = (kernel[indices[:, 0]] for kernel in kernels)
+  want = weights * jnp.einsum("nf,nfd->nd", jax.nn.silu(jnp.einsum("nd,ndf->nf", x, up)), down)
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_experts_in_four_shards_are_those_of_one():
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

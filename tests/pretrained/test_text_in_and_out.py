@@ -148,6 +148,9 @@ def test_requests_of_lm_eval_read_bos_once_and_every_character(loaded, monkeypat
   rolling = model.loglikelihood_rolling(requests(("Paris is",), ("",)))
   whole = encode("Paris is")
   assert rolling == pytest.approx([read(whole, len(whole) - 1), 0], abs=1e-3)
+  other = [0, *whole[1:]]  # a token that is not BOS, whose number is no reason to ignore it
+  rolling = lm_eval_model(loaded, prefix_token=0).loglikelihood_rolling(requests(("Paris is",)))
+  assert rolling == pytest.approx([read(np.array(other), len(whole) - 1)], abs=1e-3)
   answers = model.generate_until(requests(("The capital", {"max_gen_toks": 3}), ("", {})))
   greedy = {"max_tokens": 3, "temperature": 0}
   assert answers[0] == loaded.generate("The capital", **greedy)
