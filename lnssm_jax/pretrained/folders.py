@@ -147,6 +147,8 @@ def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return _stops(ends)
   values = plain(_json(folder / GENERATION))
   found: dict[str, Any] = _stops(_ends(folder / GENERATION, values) or ends)
+  if values.get("do_sample") is True:
+    values = _DRAWN | {x: v for x, v in values.items() if v is not None or x == "top_k"}
   for theirs, (ours, kinds) in _GENERATION.items():
     value = values.get(theirs)
     if value is None:
@@ -164,6 +166,8 @@ def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
+# Of transformers where the file has none; a `top_k` of null is no limit.
+_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _GENERATION = {
   "max_new_tokens": ("tokens", (int,)),
   "temperature": ("temperature", (int, float)),

@@ -468,13 +468,25 @@ def test_generation_settings_are_those_of_the_folder(tmp_path):
   }
 
 
+DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+
+
 @pytest.mark.parametrize(
-  ("text", "temperature"),
-  [({"temperature": 0.7}, 0), ({"do_sample": True, "temperature": 0.7}, 0.7), ({}, 0)],
+  ("text", "found"),
+  [
+    ({"temperature": 0.7}, {"temperature": 0}),
+    ({}, {"temperature": 0}),
+    ({"do_sample": True}, DRAWN),
+    ({"do_sample": True, "temperature": 0.7, "top_p": None}, DRAWN | {"temperature": 0.7}),
+    ({"do_sample": True, "top_k": 20, "top_p": 0.9}, DRAWN | {"top_k": 20, "top_p": 0.9}),
+    ({"do_sample": True, "top_k": 0}, {"temperature": 1.0, "top_p": 1.0}),
+    ({"do_sample": True, "top_k": None}, {"temperature": 1.0, "top_p": 1.0}),
+  ],
 )
-def test_generation_without_do_sample_is_greedy(text, temperature, tmp_path):
+def test_generation_has_the_defaults_of_transformers(text, found, tmp_path):
+  """Without `do_sample` it is greedy; with it nothing is left to the defaults of our own runs."""
   (tmp_path / "generation_config.json").write_text(json.dumps(text))
-  assert folders.sample(tmp_path, {}) == {"temperature": temperature}
+  assert folders.sample(tmp_path, {}) == found
 
 
 @pytest.mark.parametrize(
