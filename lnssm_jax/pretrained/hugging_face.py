@@ -85,6 +85,8 @@ def load(
     config, tensors = folders.config(folder), folders.Tensors(folder)
     sample = folders.sample(folder, config)  # before the parameters, which take time
     family, settings = _of_config(folder, config, max_length)
+  if sample.get("top_k", 0) > settings["vocab_size"]:  # of all, as in transformers
+    del sample["top_k"]
   try:
     tensors.rename(family.older_tensors)
     family = family.as_stored(tensors.shapes)

@@ -466,6 +466,9 @@ def test_generation_settings_are_those_of_the_folder(tmp_path):
     "min_p": 0.5,
     "stop_tokens": (2, 5),
   }
+  # Of all tokens, where the vocabulary has fewer than the 50 that would be drawn from.
+  (folder / "generation_config.json").write_text('{"do_sample": true}')
+  assert "top_k" not in hugging_face.load(folder).settings["sample"]
 
 
 DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
