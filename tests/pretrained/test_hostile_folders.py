@@ -74,7 +74,11 @@ CONFIGS = [
   ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be float"),
   ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
   ("llama", {"attention_bias": True}, "q_proj.bias: found nothing, the model needs"),
-  ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: quantized models are not"),
+  (
+    "llama",
+    {"quantization_config": {"bits": 4}},
+    "quantization_config={'bits': 4}: quantized models are not",
+  ),
   ("llama", {"model_type": "gpt_neox"}, "model_type='gpt_neox' is not implemented; the families"),
   ("llama", {"model_type": ["llama"]}, "model_type=.'llama'. is not implemented"),
   ("mamba", {"time_step_rank": 10**9}, "gate_rank=1000000000 is more than"),
