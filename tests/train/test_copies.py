@@ -257,6 +257,7 @@ def alone(cfg, streams):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_copy_skips_the_steps_that_it_skips_alone_and_no_other_copy_does():
   streams = [list(poisoned(at)) for at in ([], [1, 3])]
   copies = Copies(GUARDED, runs=[(0, 1e-3), (0, 1e-3), (1, 1e-3)])
