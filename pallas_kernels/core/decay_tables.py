@@ -1,7 +1,7 @@
 """Decays that all key channels of a head share: small tables that the kernels of chunks read."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -136,33 +136,56 @@ def _chunk_decays(log_decay, at: ChunkIndex, documents: DocumentBoundaries) -> S
   return ScalarDecayTables(cumulative, before, after, total)
 
 
-def log_decay_gradient(
-  at: ChunkIndex,
-  documents: DocumentBoundaries,
-  cumulative: jax.Array,
-  later: jax.Array,
-  total: Sequence[jax.Array],
-  vectors_smem: Ref,
-) -> jax.Array:
-  """In a kernel, [C]: the gradient of log decays from those of sums of them.
+class OfSums(NamedTuple):
+  """In a kernel, cotangents of the sums of a chunk's log decays."""
 
-  Args:
-    cumulative: [C], of the sum from the chunk's start to each token.
-    later: [C], of the sum over the tokens after each one.
-    total: column vectors [C], of the sum over the chunk, in parts to be added up.
-    vectors_smem: 2 C or more, float32.
+  cumulative: jax.Array  # [C]: from the chunk's start to each token
+  later: jax.Array  # [C]: over the tokens after each one
+  total: Sequence[jax.Array]  # column vectors [C]: over the chunk, in parts to be added up
+
+
+def log_decay_gradient(
+  load: Callable[[ChunkIndex, Any], OfSums],
+  arrays: Any,
+  documents: DocumentBoundaries,
+  *,
+  shape: tuple[int, int, int],
+  chunk: int,
+  name: str,
+  backend: Backend,
+) -> jax.Array:
+  """The gradient of log decays, `shape` [B, H, T] float32, in one kernel.
+
+  `load(at, arrays_gmem)` has the cotangents of a chunk.
   """
-  shape = cumulative.shape * 2
-  rows = [vectors_smem.at[pl.ds(start, shape[0])] for start in (0, shape[0])]
-  for row, value in zip(rows, (cumulative, later), strict=True):
-    row[...] = value
-  plgpu.commit_smem()
-  up_to, after = (broadcast_cols(load_col_vector(row), shape) for row in rows)
-  # Rows are decays, columns the tokens whose sums have them.
-  gradient = jnp.where(causal_mask(at.size, transposed=True), up_to, after)
-  gradient = documents.mask_scores(at, gradient, documents.load_states(at))
-  whole = functools.reduce(jnp.add, total)
-  return jnp.sum(gradient + broadcast_cols(whole, shape), axis=1)
+  _, H, T = shape
+
+  def body(at, gmem, out, vectors_smem):
+    arrays, documents = gmem
+    d = load(at, arrays)
+    rows = [vectors_smem.at[pl.ds(start, chunk)] for start in (0, chunk)]
+    for row, value in zip(rows, (d.cumulative, d.later), strict=True):
+      row[...] = value
+    plgpu.commit_smem()
+    up_to, after = (broadcast_cols(load_col_vector(row), (chunk,) * 2) for row in rows)
+    # Rows are decays, columns the tokens whose sums have them.
+    gradient = jnp.where(causal_mask(chunk, transposed=True), up_to, after)
+    gradient = documents.mask_scores(at, gradient, documents.load_states(at))
+    whole = broadcast_cols(functools.reduce(jnp.add, d.total), gradient.shape)
+    total = jnp.sum(gradient + whole, axis=1)
+    store_unoptimized(out.at[at.batch, at.head, at.tokens], total)
+
+  return launch_per_chunk(
+    body,
+    (arrays, documents),
+    jax.ShapeDtypeStruct(shape, jnp.float32),
+    plgpu.SMEM((2 * chunk,), jnp.float32),
+    sizes=(1, T // chunk, H, shape[0]),
+    chunk=chunk,
+    name=name,
+    backend=backend,
+    compiler_params=WITHOUT_BARRIERS,
+  )
 
 
 @traced_once("heads", "chunk", "backend")
@@ -224,27 +247,23 @@ def token_decay_gradient(
   backend: Backend,
 ) -> jax.Array:
   """[B, H, T]: the gradient of log decays that stay above their bound, through their tables."""
-  B, H, T = tables.before.shape
 
-  def body(at, gmem, out, vectors_smem):
-    tables, d_tables, documents = gmem
+  def load(at, gmem):
+    tables, d_tables = gmem
     row = lambda ref: load_row_vector(ref.at[at.batch, at.head, at.tokens])
     cumulative = row(d_tables.later) - row(d_tables.earlier)
     cumulative = cumulative + row(d_tables.before) * row(tables.before)
     later = row(d_tables.after) * row(tables.after)
     total = d_tables.total[at.batch, at.head, at.chunk] / chunk
-    total = [plgpu.layout_cast(lax.broadcast(total, (chunk,)), COL_LAYOUT)]
-    gradient = log_decay_gradient(at, documents, cumulative, later, total, vectors_smem)
-    store_unoptimized(out.at[at.batch, at.head, at.tokens], gradient)
+    total = plgpu.layout_cast(lax.broadcast(total, (chunk,)), COL_LAYOUT)
+    return OfSums(cumulative, later, [total])
 
-  return launch_per_chunk(
-    body,
-    (tables, d_tables, documents),
-    jax.ShapeDtypeStruct((B, H, T), jnp.float32),
-    plgpu.SMEM((2 * chunk,), jnp.float32),
-    sizes=(1, T // chunk, H, B),
+  return log_decay_gradient(
+    load,
+    (tables, d_tables),
+    documents,
+    shape=tables.before.shape,
     chunk=chunk,
     name="decay_tables_gradient",
     backend=backend,
-    compiler_params=WITHOUT_BARRIERS,
   )

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.core import decay_tables
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   decay_between_tokens,
@@ -37,10 +38,6 @@ from pallas_kernels.core.chunk_grid import (
   shared_head,
   store_outputs,
   sum_of_groups,
-)
-from pallas_kernels.core.decay_tables import (
-  SMALLEST_LOG_DECAY,
-  log_decay_gradient,
 )
 from pallas_kernels.core.wgmma import (
   TILE_WIDTH,
@@ -181,7 +178,9 @@ def _of_heads(options, inputs: Inputs, documents, kept, d_out, d_last, decays) -
   d_log_decay = jnp.zeros_like(log_decay)
   if decays:
     through_sums = decay_gradient(d.sums, kept.tables, documents, chunk=C, backend=options.backend)
-    d_log_decay = jnp.where(log_decay > SMALLEST_LOG_DECAY, of_heads(through_sums), 0.0)
+    d_log_decay = jnp.where(
+      log_decay > decay_tables.SMALLEST_LOG_DECAY, of_heads(through_sums), 0.0
+    )
   return Inputs(d.q, d.k, d.erase_key, d.v, of_heads(d.rate), d_log_decay, d_kv)
 
 
@@ -388,8 +387,8 @@ def decay_gradient(
   """
   B, H, N, V = d.decay.shape
 
-  def body(at, gmem, out, vectors_smem):
-    d, tables, documents = gmem
+  def load(at, gmem):
+    d, tables = gmem
     row = lambda ref: load_row_vector(ref.at[at.batch, at.head, at.tokens])
     table = tables.at[at.batch, shared_head(at.head, H, tables, axis=1), at.chunk]
     later = row(d.after) * load_row_vector(table.at[AFTER])
@@ -398,18 +397,14 @@ def decay_gradient(
       load_col_vector(parts.at[pl.ds(start, chunk)]) * table[DECAY, 0]
       for start in range(0, V, chunk)
     ]
-    sums = row(d.cumulative), later, total
-    gradient = log_decay_gradient(at, documents, *sums, vectors_smem)
-    store_unoptimized(out.at[at.batch, at.head, at.tokens], gradient)
+    return decay_tables.OfSums(row(d.cumulative), later, total)
 
-  return launch_per_chunk(
-    body,
-    (d, tables, documents),
-    jax.ShapeDtypeStruct((B, H, N * chunk), jnp.float32),
-    plgpu.SMEM((2 * chunk,), jnp.float32),
-    sizes=(1, N, H, B),
+  return decay_tables.log_decay_gradient(
+    load,
+    (d, tables),
+    documents,
+    shape=(B, H, N * chunk),
     chunk=chunk,
     name="delta_rule_decay_gradient",
     backend=backend,
-    compiler_params=WITHOUT_BARRIERS,
   )
