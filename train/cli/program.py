@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,7 @@ def _check_words(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> N
   folder.
   """
   for before, argument in zip(["", *arguments], arguments, strict=False):
-    if argument in ("", f"{argument.partition('=')[0]}=") and argument[:2] in ("", "--"):
+    if not argument or re.fullmatch("--[^=]*=", argument):
       name = argument[:-1] or (before if before.startswith("--") else "an argument")
       parser.error(f"{name} is empty; give a value, or omit it")
     commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
