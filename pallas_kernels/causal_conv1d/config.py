@@ -49,7 +49,8 @@ class Shape(NamedTuple):
   def shape_class(self) -> str:
     """The key of a device's table."""
     offsets = f"-offsets{8 * self.bytes_offset}bit" if self.bytes_offset else ""
-    return f"{8 * self.bytes_x}bit-S{self.convolutions}{offsets}"
+    documents = "-documents" if self.documents else ""
+    return f"{8 * self.bytes_x}bit-S{self.convolutions}{offsets}{documents}"
 
 
 @dataclasses.dataclass(frozen=True)
