@@ -1,6 +1,7 @@
 """As `published_configs`: Bamba, flash-linear-attention and mamba-ssm."""
 
 from tests.peers.published_configs import HUGGING_FACE, Published
+from tests.peers.published_further_configs import FURTHER
 from tests.peers.published_hybrid_configs import HYBRIDS
 
 _FLA = {
@@ -302,5 +303,5 @@ OTHERS = {
 }
 PUBLISHED = {
   case: found._replace(config={k: v for k, v in sorted(found.config.items()) if v is not ...})
-  for case, found in (HUGGING_FACE | HYBRIDS | OTHERS).items()
+  for case, found in (HUGGING_FACE | HYBRIDS | FURTHER | OTHERS).items()
 }

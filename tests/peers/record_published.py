@@ -2,11 +2,13 @@
 
 Part of `make test-peers`. tests/pretrained/golden/real/CASE.npz keeps config.json as published,
 its source, the names and shapes of the tensors that the project's own code saves, and the logits.
+golden/resaved.json says how each differs once a version of transformers has opened and saved it.
 """
 
 import inspect
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +40,34 @@ def model_of(layout: str, config: dict[str, Any]) -> Any:
     package = transformers
     from tests.peers.transformers_models import patch
   patch()
-  name = OTHER_NAMES.get(config["architectures"][0], config["architectures"][0])
-  with tempfile.TemporaryDirectory() as folder:
-    given = dict(config)  # as transformers 5.23 reads it
-    if "kda_lower_bound" in config:
-      given["kda_lower_bound"] = float(config["kda_lower_bound"])
-    if "attention_head_dim" in config:
-      given["head_dim"] = config["attention_head_dim"]
-    (Path(folder) / "config.json").write_text(json.dumps(given))
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    options = {} if layout == "fla" else eager
-    kind = name.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
-    read = getattr(package, kind).from_pretrained(folder)
-  for option, value in options.items():
-    setattr(read, f"_{option}", value)
+  read = opened(package, config)
+  if layout == "hf":
+    read._attn_implementation = read._experts_implementation = "eager"
   read.dtype = torch.float64
-  return getattr(package, name)(read)
+  return getattr(package, _class(config))(read)
 
 
-def record(case: str) -> None:
-  """Writes real/CASE.npz."""
-  source, config, layout = PUBLISHED[case]
+def _class(config: dict[str, Any]) -> str:
+  name = config.get("architectures", ["RwkvForCausalLM"])[0]
+  return OTHER_NAMES.get(name, name)
+
+
+def opened(package: Any, config: dict[str, Any]) -> Any:
+  """A config.json as transformers 5.23 or fla reads it."""
+  kind = _class(config).replace("ForCausalLM", "Config")
+  given = dict(config)
+  if "kda_lower_bound" in config:
+    given["kda_lower_bound"] = float(config["kda_lower_bound"])
+  if "attention_head_dim" in config:
+    given["head_dim"] = config["attention_head_dim"]
+  with tempfile.TemporaryDirectory() as folder:
+    (Path(folder) / "config.json").write_text(json.dumps(given))
+    kind = kind.replace("ForConditionalGeneration", "Config")
+    return getattr(package, kind).from_pretrained(folder)
+
+
+def computed(case: str, layout: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+  """(the shapes of the tensors that are saved, logits)."""
   with torch.no_grad():
     model = model_of(layout, config).double().eval()
     if layout == "hf":
@@ -67,7 +76,13 @@ def record(case: str) -> None:
       for name, value in model.named_parameters():
         value.copy_(torch.from_numpy(parameter(case, name, value.shape)))
       shapes = {name: list(value.shape) for name, value in model.named_parameters()}
-    logits = model(torch.from_numpy(TOKENS)).logits.numpy()
+    return shapes, model(torch.from_numpy(TOKENS)).logits.numpy()
+
+
+def record(case: str) -> None:
+  """Writes real/CASE.npz."""
+  source, config, layout = PUBLISHED[case]
+  shapes, logits = computed(case, layout, config)
   assert logits.dtype == np.float64, case
   text = lambda value: np.frombuffer(value.encode(), np.uint8)
   index = {"config": text(json.dumps(config)), "shapes": text(json.dumps(shapes))}
@@ -81,6 +96,35 @@ def record(case: str) -> None:
     logits=logits,
   )
   print(f"golden/real/{case}.npz")
+
+
+def resave(cases: Iterable[str]) -> None:
+  """Writes how files differ that this version has opened and saved, to golden/resaved.json.
+
+  What other versions wrote stays. A file is left out if this version computes something else from
+  what it saves.
+  """
+  import transformers
+
+  path, version = FOLDER / "resaved.json", transformers.__version__
+  changes: dict[str, Any] = {}
+  for case in cases:
+    _, config, _ = PUBLISHED[case]
+    with tempfile.TemporaryDirectory() as folder:
+      opened(transformers, config).save_pretrained(folder)
+      saved = json.loads((Path(folder) / "config.json").read_text())
+    if "dtype" in saved:  # which `record` makes float64
+      saved["dtype"] = config.get("torch_dtype", config.get("dtype"))
+    logits = [computed(case, "hf", x)[1] for x in (saved, config)]
+    if np.allclose(*logits, rtol=0, atol=1e-12):
+      changed = {x: v for x, v in saved.items() if x not in config or config[x] != v}
+      changes[case] = {"changed": changed, "gone": sorted(config.keys() - saved.keys())}
+    else:
+      print(f"transformers {version} computes something else from what it saves of {case}")
+  found = json.loads(path.read_text()) if path.exists() else {}
+  lines = [f'"{x}": {json.dumps(v)}' for x, v in sorted((found | {version: changes}).items())]
+  path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+  print("golden/resaved.json")
 
 
 _HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
@@ -190,5 +234,6 @@ def _width(cls: Any, model: Any, given: dict[str, Any], dim: int, ratio: int | N
 def main() -> None:
   for case in PUBLISHED:
     record(case)
+  resave(case for case, found in PUBLISHED.items() if found.layout == "hf")
   (FOLDER / "defaults.json").write_text(json.dumps(defaults(), separators=(",", ":")) + "\n")
   print("golden/defaults.json")

@@ -99,14 +99,34 @@ LING |= {"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 6000000.0}
 LING |= {"routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "topk_group": 4}
 LING |= {"v_head_dim": 128, "vocab_size": 157184}
 
+BAMBA = {"attn_layer_indices": [9, 18, 27], "hidden_size": 4096, "intermediate_size": 14336}
+BAMBA |= {"mamba_d_state": 128, "mamba_n_heads": 128, "model_type": "bamba", "vocab_size": 128256}
+BAMBA |= {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8}
+
+FALCON_H1 = {"head_dim": 64, "hidden_size": 512, "intermediate_size": 768, "mamba_conv_bias": True}
+FALCON_H1 |= {"mamba_d_conv": 4, "mamba_d_head": 32, "mamba_d_ssm": 768, "mamba_d_state": 64}
+FALCON_H1 |= {"mamba_n_groups": 1, "mamba_n_heads": 24, "model_type": "falcon_h1"}
+FALCON_H1 |= {"num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2}
+FALCON_H1 |= {"tie_word_embeddings": True, "vocab_size": 32768}
+LARGER = {"hidden_size": 1024, "intermediate_size": 2048, "mamba_d_head": 64, "mamba_d_ssm": 1536}
+LARGER |= {"mamba_d_state": 128, "num_hidden_layers": 36, "tie_word_embeddings": False}
+LARGER |= {"vocab_size": 32784}
+
+RWKV = {"hidden_size": 768, "model_type": "rwkv", "num_hidden_layers": 12, "vocab_size": 50277}
+
 # {model: (its settings, its parameters / 1e9 without heads of further tokens)}
 SIZES = {
-  "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.7),
-  "LFM2-8B-A1B": (LFM2, 8.3),
-  "Jamba-v0.1": (JAMBA, 51.6),
-  "Nemotron-3-Nano-30B-A3B": (NEMOTRON, 31.6),
-  "Kimi-Linear-48B-A3B": (KIMI, 49.1),
-  "Ling-3.0-flash": (LING, 124.4),
+  "Qwen3-Next-80B-A3B": (QWEN3_NEXT, "79.7"),
+  "LFM2-8B-A1B": (LFM2, "8.3"),
+  "Jamba-v0.1": (JAMBA, "51.6"),
+  "Nemotron-3-Nano-30B-A3B": (NEMOTRON, "31.6"),
+  "Kimi-Linear-48B-A3B": (KIMI, "49.1"),
+  "Ling-3.0-flash": (LING, "124.4"),
+  "Bamba-9B": (BAMBA, "9.78"),
+  "Falcon-H1-Tiny-90M": (FALCON_H1, "0.091"),
+  "Falcon-H1-0.5B": (FALCON_H1 | LARGER, "0.521"),
+  "rwkv-4-169m-pile": (RWKV, "0.169"),
+  "rwkv-4-430m-pile": (RWKV | {"hidden_size": 1024, "num_hidden_layers": 24}, "0.430"),
 }
 
 
@@ -115,7 +135,8 @@ SIZES = {
 def test_published_settings_have_the_parameters_of_their_model(name):
   config, billions = SIZES[name]
   settings = family_of(config).settings(config)
-  assert round(count_parameters(abstract_params(settings)) / 1e9, 1) == billions
+  digits = len(billions.partition(".")[2])
+  assert f"{count_parameters(abstract_params(settings)) / 1e9:.{digits}f}" == billions
 
 
 def test_published_settings_are_those_of_tables_written_again():
@@ -141,6 +162,7 @@ def test_published_settings_are_those_of_tables_written_again():
       "all 32 layers have one of channel",
     ),
     (JAMBA, {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False is not implemented"),
+    (JAMBA, {"num_hidden_layers": 3}, "all 3 layers have one of mixers, mamba; only models with t"),
     (LFM2, {"num_dense_layers": 25}, "num_dense_layers=25 must be at most num_hidden_layers=24"),
     (LFM2, {"num_dense_layers": 0}, "all 24 layers have one of channel mixers, moe"),
     (

@@ -17,7 +17,7 @@ from tests.pretrained.published import GOLDEN, REAL, real, recorded, write_folde
 LAYOUTS = {"hf", "fla", "mamba_ssm"}
 # Those of families whose logits and bytes other default tests compare.
 SLOW = ("nemotron", "jamba", "kimi", "ling", "olmo", "falcon-h1", "granite", "lfm2.5", "qwen3-next")
-SLOW += ("qwen2.5-7b-instruct-1m", "rwkv7")
+SLOW += ("qwen2.5-7b-instruct-1m", "rwkv7", "rwkv-4-converted")
 _logits = jax.jit(lambda model, tokens: model(tokens)[0])
 
 
@@ -244,6 +244,13 @@ CONTRADICTIONS = [
     "needs a chunk_size above its local_size",
   ),
   ("ling-3.0-tiny", {"use_nGPT": True}, "use_nGPT=True is not implemented"),
+  (
+    "ling-3.0-tiny",
+    {"architectures": ["BailingMoeV2_5ForCausalLM"]},
+    "Ling 2.5 and 2.6, which have this model_type too, are not implemented",
+  ),
+  ("ling-edge0-8b", {"pregate_enabled": True}, "pregate_enabled=True is not a known setting"),
+  ("ling-3.0-tiny", {"linear_head_dim": 16}, "=0.5 is not qk_rope_head_dim / head_dim = 0.25"),
   ("ling-3.0-tiny", {"partial_rotary_factor": 0.25}, "=0.25 is not qk_rope_head_dim"),
   ("gla-2024", {"use_gv": True}, "use_gv=True is not implemented; only False"),
   ("hgrn2-2025", {"num_heads": 4}, "expand_ratio=4 is not hidden_size / num_heads = 8 / 4"),
@@ -261,6 +268,18 @@ def test_setting_that_contradicts_the_others_raises(case, change, expected, tmp_
   with pytest.raises(ExportError, match=expected) as error:
     hugging_face.load(folder)
   assert str(error.value).startswith(f"{folder}") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.23.0"])
+def test_file_that_transformers_opened_and_saved_has_the_settings_of_the_original(version):
+  """From which 5.23.0 computes the same; 4.57.6 only wrote them."""
+  cases = json.loads((GOLDEN / "resaved.json").read_text())[version]
+  assert len(cases) >= 28
+  for case, change in cases.items():
+    config = real(case).config
+    kept = {x: v for x, v in config.items() if x not in change["gone"]}
+    settings = settings_or_reason(kept | change["changed"])
+    assert isinstance(settings, dict) and settings == settings_or_reason(config), case
 
 
 REDUNDANT = [

@@ -50,6 +50,11 @@ _FIXED |= dict.fromkeys(("use_mla_nope", "use_nGPT", "use_qkv_bias", "value_norm
 
 
 def _normal(config: Config) -> Config:
+  if "V2" in str(config.get("architectures", "")):
+    raise ExportError(
+      f"architectures={config['architectures']!r:.80}: Ling 2.5 and 2.6, which have this model_type"
+      " too, are not implemented (lightning attention)."
+    )
   config = {x: v for x, v in _USUAL.items() if x not in config} | config
   L, every = count_of_layers(config), whole(config, "layer_group_size", 6)
   config.pop("layer_group_size", None)
@@ -72,10 +77,12 @@ def _normal(config: Config) -> Config:
         f"{name}={limits!r:.80} is not implemented: some layers were trained with MLPs whose"
         " activations have these bounds, and a layer here has none."
       )
+  # Of KDA; in files of transformers 5.23, which writes it, head_dim is the width of the rotation.
+  width = whole(usual | config, "linear_head_dim")
   config = kimi_linear(usual | config)
   rotated = config["qk_rope_head_dim"]
   agree(config, "rotary_dim", rotated, "qk_rope_head_dim")
-  share = rotated / usual["linear_head_dim"]
+  share = rotated / width
   agree(config, "partial_rotary_factor", share, "qk_rope_head_dim / head_dim")
   for name in ("rope_parameters", "rope_scaling"):
     if isinstance(rope := config.get(name), dict):
