@@ -65,12 +65,14 @@ AUTHORS := .venv-peers/authors
 test-peers: $(DEV_ENV) .venv-peers/.ready $(AUTHORS)/.ready
 	.venv-peers/bin/python -m tests.peers.record
 	.venv-peers/bin/python -m tests.peers.record_tokenizers
+	.venv-peers/bin/python -m tests.peers.record_text_settings
 	.venv-peers/bin/python -m tests.peers.record_chat
 	.venv-peers/bin/python -m tests.peers.record_adapter
 	.venv-peers/bin/python -m tests.peers.record_lm_eval
 	$(RUN) -m tests.peers.record_jax
 	$(RUN) -m pytest tests/peers tests/pretrained/test_tokenizer_files.py \
-	  tests/pretrained/test_lm_eval_answers.py tests/pretrained/test_adapters.py $(ARGS)
+	  tests/pretrained/test_lm_eval_answers.py tests/pretrained/test_adapters.py \
+	  tests/pretrained/test_text_settings.py $(ARGS)
 
 .venv-peers/.ready: $(PEERS).txt $(PEERS)-without-dependencies.txt
 	$(PEERS_PYTHON) -m venv .venv-peers

@@ -54,6 +54,14 @@ class ChatTemplate:
     source = _source(folder, settings)
     tokens = ((name, special.token_of(settings, name)) for name in _TOKENS)
     self._known = {name: token for name, token in tokens if token is not None}
+    for name in ("bos_token", "eos_token"):
+      token = self._known.get(name)
+      if token is not None and name in source and not tokenizer.has(token):
+        raise DataError(
+          f"{folder}: {name}={token!r:.80}, which the chat template may write, is not in"
+          " tokenizer.json, so that it would be ordinary text; write the folder again with both:"
+          " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
     named = tokenizer.names_of((tokenizer.end_of_text, *_ends(folder)))
     self._ends = list(dict.fromkeys([*named, self._known.get("eos_token", named[0])]))
     self.fingerprint = hashlib.sha256(json.dumps([source, self._ends]).encode()).hexdigest()

@@ -140,7 +140,8 @@ class Tensors(Mapping[str, np.ndarray]):
 def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
   """Settings of `LoadedModel.generate`, of generation_config.json: those that it has.
 
-  Tokens that end a text are its own, or else those of config.json, as in transformers.
+  Tokens that end a text are its own, or else those of config.json (in transformers a text ends at
+  none, if the file is there without them).
   """
   ends = _ends(folder / CONFIG, config)
   if not (folder / GENERATION).exists():

@@ -78,9 +78,12 @@ def check_known(settings: Mapping[str, Any], id_of: Mapping[str, int], place: Pa
   transformers adds them to the vocabulary when it opens the folder; here they would silently be
   spelled out in ordinary tokens.
   """
-  decoder, extra = settings.get("added_tokens_decoder"), settings.get("additional_special_tokens")
-  listed = [*(decoder.values() if isinstance(decoder, dict) else ())]
-  listed += extra if isinstance(extra, list) else ()
+  listed: list[Any] = []
+  for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+    given = settings.get(name)
+    listed += (
+      given.values() if isinstance(given, dict) else given if isinstance(given, list) else ()
+    )
   names = (token.get("content") if isinstance(token, dict) else token for token in listed)
   missing = [name for name in names if isinstance(name, str) and name not in id_of]
   if missing:

@@ -235,6 +235,10 @@ class FileTokenizer:
     found = (self._inner.id_to_token(i) for i in dict.fromkeys(ids))
     return [name for name in found if name is not None]
 
+  def has(self, token: str) -> bool:
+    """Whether the vocabulary has it."""
+    return self._inner.token_to_id(token) is not None
+
   def special_in(self, text: str) -> str | None:
     """The first special token that a text spells out, if any."""
     return next((name for name in self._special if name in text), None)

@@ -11,7 +11,7 @@ import tokenizers
 from lnssm_jax import pretrained
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
-from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained import exports, folders
 from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
@@ -124,6 +124,19 @@ def test_wrong_messages_are_an_error_of_one_line(messages, message, chat):
 def test_unusable_template_is_an_error(template, message, chat):
   with pytest.raises(DataError, match=message):
     chat(template).turns([HI, {"role": "assistant", "content": "Ho"}])
+
+
+def test_token_of_a_template_that_the_tokenizer_lacks_is_an_error(tmp_path, chat):
+  """It would be spelled out in ordinary tokens; transformers adds it to the vocabulary."""
+  del chat  # for its package
+  path = folder_with(tmp_path, "{{ messages[0].content }}") / "tokenizer_config.json"
+  settings = json.loads(path.read_text()) | {"bos_token": "<s>", "eos_token": "<new>"}
+  template = lambda: ChatTemplate(folders.tokenizer(tmp_path, {"eos_token_id": 258}))
+  path.write_text(json.dumps(settings))
+  template()  # which writes no EOS
+  path.write_text(json.dumps(settings | {"chat_template": "{{ eos_token }}"}))
+  with pytest.raises(DataError, match="eos_token='<new>', which the chat template may write, is"):
+    template()
 
 
 def test_tokenizer_of_bytes_has_no_template():

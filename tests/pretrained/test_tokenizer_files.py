@@ -306,6 +306,8 @@ def test_settings_are_those_of_both_files_and_of_several_steps(tmp_path):
       r"has no token '<\|user\|>', which tokenizer_config.json .* \(1 in all\)",
     ),
     ({"additional_special_tokens": ["<s>", "<a>", "<b>"]}, {}, r"no token '<a>', .* \(2 in all\)"),
+    ({"extra_special_tokens": ["<s>", "<a>"]}, {}, r"no token '<a>', .* \(1 in all\)"),
+    ({"extra_special_tokens": {"image_token": "<a>"}}, {}, r"no token '<a>', .* \(1 in all\)"),
     ({}, {"post_processor": template(["<s>"] * 65, [])}, "puts 65 special tokens around a text"),
   ],
 )
