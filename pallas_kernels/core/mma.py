@@ -43,9 +43,9 @@ class Mma(Backend):
     """(the result of `work`, *`dots(*sums)`), one after the other."""
     return (work(), *self.dots(*sums))
 
-  def lhs_scratch(self, *shape: int) -> Any:
+  def lhs_scratch(self, *shape: int, tile: int = TILE_WIDTH) -> Any:
     """SMEM for `to_lhs`."""
-    return smem_tile(*shape)
+    return smem_tile(*shape, tile=tile)
 
   def to_lhs(self, value: jax.Array, scratch_smem: Ref | None, *index: Any) -> Any:
     """Rounds `value` to bfloat16 as an operand of a product, in `scratch_smem`."""

@@ -25,15 +25,18 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 WITHOUT_SCRATCH = dataclasses.replace(COMPILER_PARAMS, reduction_scratch_bytes=0)
 # ... and in which every barrier of a warpgroup is written out: JAX adds two to each store.
 WITHOUT_BARRIERS = dataclasses.replace(WITHOUT_SCRATCH, unsafe_no_auto_barriers=True)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 # A reference to GMEM or SMEM, or a slice or transpose of one: the types are private to JAX.
 Ref = Any
 
 
-def smem_tile(*shape: int) -> Any:
-  """SMEM for bfloat16 operands of WGMMA. The last axis is a multiple of 64."""
-  return plgpu.SMEM(shape, jnp.bfloat16, transforms=_TRANSFORMS)
+def smem_tile(*shape: int, tile: int = TILE_WIDTH) -> Any:
+  """SMEM for bfloat16 operands of WGMMA. The last axis is a multiple of `tile`.
+
+  So is what a product contracts; with a tile of 16 columns it may be of that size, too.
+  """
+  transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile)
+  return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
 def zero_accumulator(*shape: int) -> jax.Array:
@@ -221,9 +224,9 @@ class Backend:
     plgpu.commit_smem()
     return scratch_smem
 
-  def lhs_scratch(self, *shape: int) -> Any:
-    """SMEM for `to_lhs`; None on the GPU."""
-    return None if self.interpret is None else smem_tile(*shape)
+  def lhs_scratch(self, *shape: int, tile: int = TILE_WIDTH) -> Any:
+    """SMEM for `to_lhs`, a `smem_tile`; None on the GPU."""
+    return None if self.interpret is None else smem_tile(*shape, tile=tile)
 
   def sum_rows(self, tiles: Sequence[Ref], ones_smem: Ref) -> jax.Array:
     """[X] float32: the sum over the rows of tiles [C, X].

@@ -118,9 +118,11 @@ class Config:
       if shape.write_key:  # its block, values, pairs of tokens
         keys += 1
         needed["gradients"] += bf16 * (C * TILE_WIDTH + C * V) + pairs
-      # Keys, the right operand, halves of log decays; scores, signs, ones; blocks of the inverse.
-      chunks = bf16 * (keys + 3) * C * K + pairs * (3 if K > TILE_WIDTH else 5)
-      needed["chunks"] = chunks + f32 * (C * C // 4 + 2 * C + K) + _REDUCTIONS
+      # Keys, the right operand; scores, ones and, of a write key, two more; blocks of the inverse.
+      chunks = bf16 * (keys + 1) * C * K + pairs * (2 + 2 * shape.write_key)
+      # Halves of log decays, signs, their maximum; or tiles of the inverse.
+      chunks += max(bf16 * 2 * C * K + pairs + 1024, 7 * pairs // 2)
+      needed["chunks"] = chunks + f32 * (C * C // 4 + K) + _REDUCTIONS
       needed["gradients"] += REDUCTIONS
     return {name: size + _BARRIERS for name, size in needed.items()}
 
@@ -145,7 +147,7 @@ class AmpereConfig:
     tiles = 6 if shape.write_key else 3  # of values, and of pairs of tokens
     needed = {
       "recurrence": (tiles + (keys + 1) * columns) * tile,
-      "inverses": 6 * tile + 4 * 16 * 64,
+      "inverses": 5 * tile + 4 * 16 * 64,
     }
     return {name: size + _REDUCTIONS for name, size in needed.items()}
 

@@ -17,12 +17,13 @@ from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
-from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend, smem_tile
+from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend
 from pallas_kernels.delta_rule import config
 from pallas_kernels.delta_rule.triangular_inverse import (
-  NUM_TILES,
   ROWS,
+  InverseTiles,
   diagonal_blocks,
+  lhs_scratch,
   triangular_inverse,
 )
 from tests.kernels.interpreted import (
@@ -52,13 +53,13 @@ XLA = ["chunked", "reference", "associative"]
 def inverse_of(lower, interpret):
   def body(lower_ref, out, s):
     lower = plgpu.load(lower_ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    out[...] = triangular_inverse(lower, s["blocks"], s["tiles"], Backend(interpret))
+    out[...] = triangular_inverse(lower, *s, backend)
 
-  tiles = [smem_tile(ROWS, ROWS) for _ in range(NUM_TILES)]
+  backend = Backend(interpret)
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((ROWS, ROWS), jnp.float32),
-    scratch_types=[{"blocks": diagonal_blocks(), "tiles": tiles}],
+    scratch_types=[(diagonal_blocks(), InverseTiles.of(), lhs_scratch(backend))],
     grid=(1,),
     grid_names=("block",),
     interpret=interpret,
@@ -200,7 +201,7 @@ def test_lowers(widths, erase, segments):
   inputs, ids = arguments(*widths, erase, segments)
   gradient = jax.grad(lambda x, ids: total(run(x, ids)))
   assert len(kernels_traced(run, inputs, ids)) == 2
-  assert kernels_in(gradient, inputs, ids) == 4
+  assert kernels_in(gradient, inputs, ids) == 5
 
 
 @pytest.mark.slow

@@ -32,8 +32,9 @@ from pallas_kernels.core.wgmma import (
 from pallas_kernels.delta_rule.ampere import recurrence
 from pallas_kernels.delta_rule.ampere.recurrence import recurrence as run_recurrence
 from pallas_kernels.delta_rule.triangular_inverse import (
-  NUM_TILES,
+  InverseTiles,
   diagonal_blocks,
+  lhs_scratch,
   triangular_inverse,
 )
 from pallas_kernels.delta_rule.types import Inputs, Options
@@ -239,7 +240,9 @@ def _no_bonus(heads: int, k: jax.Array) -> jax.Array:
 
 class _Buffers(NamedTuple):
   blocks: Any  # of `triangular_inverse`
-  tiles: list  # [C, C]
+  tiles: InverseTiles
+  lhs: Any  # of `triangular_inverse`
+  out: Any  # [C, C]
 
 
 @with_int32_indices
@@ -257,14 +260,14 @@ def chunk_inverses(lower: jax.Array, rate: jax.Array, backend: Mma) -> jax.Array
     rows = at.batch, at.head, at.tokens
     lower = plgpu.load(lower_gmem.at[rows], layout=plgpu.Layout.WGMMA, optimized=False)
     lower = lower * broadcast_rows(load_row_vector(rate_gmem.at[rows]), (C, C))
-    inverse = triangular_inverse(lower, smem.blocks, smem.tiles, backend)
-    store_tile(out_gmem.at[rows], inverse, smem.tiles[0])
+    inverse = triangular_inverse(lower, smem.blocks, smem.tiles, smem.lhs, backend)
+    store_tile(out_gmem.at[rows], inverse, smem.out)
 
   return launch_per_chunk(
     body,
     [lower, rate],
     jax.ShapeDtypeStruct((B, H, T, C), jnp.bfloat16),
-    _Buffers(diagonal_blocks(), [smem_tile(C, C) for _ in range(NUM_TILES)]),
+    _Buffers(diagonal_blocks(), InverseTiles.of(), lhs_scratch(backend), smem_tile(C, C)),
     sizes=(1, T // C, H, B),
     chunk=C,
     name="delta_rule_ampere_inverses",

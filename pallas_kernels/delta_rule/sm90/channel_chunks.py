@@ -35,7 +35,12 @@ from pallas_kernels.core.wgmma import (
   zero_accumulator,
 )
 from pallas_kernels.delta_rule.sm90.recurrence import Stage
-from pallas_kernels.delta_rule.triangular_inverse import diagonal_blocks, triangular_inverse
+from pallas_kernels.delta_rule.triangular_inverse import (
+  InverseTiles,
+  diagonal_blocks,
+  lhs_scratch,
+  triangular_inverse,
+)
 from pallas_kernels.linear_attention.sm90.intra_chunk import (
   AFTER,
   BEFORE,
@@ -94,10 +99,11 @@ class _Buffers(NamedTuple):
   right: Any  # [C, K]: the right operand of products
   lhs: Any  # of `Backend.to_lhs`
   scores: Any  # [1 or 2, C, C]: of each key
-  ones: Any  # [C, 64]
-  decay: DecayScratch
+  ones: Any  # [C, 64]; then the inverse
+  decay: Any  # `DecayScratch`; when it is dead, `InverseTiles`
   blocks: Any  # of `triangular_inverse`
-  more: list  # [C, C]: of the six that it needs those that are not dead tiles
+  lhs_of_inverse: Any  # the same
+  write_lower: Any  # [C, C], or None
   cols: Any  # [K] float32
   arrived_barrier: Any  # of q, k, the erase key, the write key
 
@@ -126,9 +132,10 @@ def decayed_chunks(
     lhs=backend.lhs_scratch(2, C, K),
     scores=smem_tile(1 + writes, C, C),
     ones=smem_tile(C, TILE_WIDTH),
-    decay=DecayScratch.of(inputs.log_decay, C, K),
+    decay=plgpu.RefUnion(DecayScratch.of(inputs.log_decay, C, K), InverseTiles.of()),
     blocks=diagonal_blocks(),
-    more=[smem_tile(C, C) for _ in range(4 - 2 * len(blocks) - writes)],
+    lhs_of_inverse=lhs_scratch(backend),
+    write_lower=smem_tile(C, C) if writes else None,
     cols=plgpu.SMEM((K,), jnp.float32),
     arrived_barrier=plgpu.Barrier(num_barriers=4),
   )
@@ -142,9 +149,10 @@ def decayed_chunks(
     loaded += [(gmem.write_key, write_key_smem)] if writes else []
     for number, (source, target) in enumerate(loaded):
       plgpu.copy_gmem_to_smem(of_tokens(source), target, smem.arrived_barrier.at[number])
+    decay, inverse_tiles = smem.decay
     log_decay = of_tokens(gmem.log_decay)
     factors = [
-      TokenDecayFactors(log_decay.at[:, x], smem.decay.channels(x), False, backend) for x in blocks
+      TokenDecayFactors(log_decay.at[:, x], decay.channels(x), False, backend) for x in blocks
     ]
     fill_ones_column(smem.ones)
     documents, states = gmem.documents, gmem.documents.load_states(at)
@@ -159,7 +167,7 @@ def decayed_chunks(
     of_pairs = lambda ref: ref.at[at.batch, at.head, at.tokens]
 
     def pairs_of(number, _):
-      tiles = ScoreTiles(smem.q, smem.keys.at[number], smem.right, smem.lhs, smem.decay)
+      tiles = ScoreTiles(smem.q, smem.keys.at[number], smem.right, smem.lhs, decay)
       chunk = ScoresOfChunk(at, factors, blocks, gmem, states, tiles, queries, backend)
       scores, lower = chunk.scores()
       lower = lower * broadcast_rows(load_row_vector(rate), (C, C))
@@ -169,7 +177,7 @@ def decayed_chunks(
 
         @pl.when(number == 0)
         def _():
-          smem.more[0][...] = (-lower).astype(jnp.bfloat16)  # dead until the inverse
+          smem.write_lower[...] = (-lower).astype(jnp.bfloat16)
 
       plgpu.commit_smem()  # all warps have read the key's tiles
       return lower
@@ -178,7 +186,7 @@ def decayed_chunks(
     zeros = zero_accumulator(C, C)
     lower = lax.fori_loop(0, 2, pairs_of, zeros) if writes else pairs_of(0, zeros)
     if writes:
-      copies = (smem.scores.at[0], outs.write_scores), (smem.more[0], outs.write_lower)
+      copies = (smem.scores.at[0], outs.write_scores), (smem.write_lower, outs.write_lower)
       start_copies([(source, of_pairs(target)) for source, target in copies])
 
     # Each replaces a dead tile; the erase key, where it is k itself, the right operand.
@@ -195,7 +203,7 @@ def decayed_chunks(
       scale(targets, [erase_smem, smem.q], before, documents.select_seeing)
       after = f.factor(f.signs(AFTER))
       scale(keys_smem, keys_smem, after, documents.select_reaching)
-      both = smem.decay.channels(channels)
+      both = decay.channels(channels)
       total = jnp.exp2(backend.sum_rows([both.high, both.low], smem.ones))
       smem.cols.at[channels][...] = total if states is None else states.keeps_state(total)
     of_result = lambda ref: ref.at[at.batch, at.tokens, at.head]
@@ -210,16 +218,9 @@ def decayed_chunks(
       ]
     )
 
-    # Decays are dead, and the first two copies done. The result goes to a whole tile, where copies
-    # begin.
-    if writes:
-      plgpu.wait_smem_to_gmem(6, wait_read_only=True)
-    free = [x.at[:, channels] for x in (smem.decay.high, smem.decay.low) for channels in blocks]
-    free += [smem.scores.at[0]] if writes else []
-    free = [*free, *smem.more, smem.ones, smem.decay.signs]
-    inverse_smem = smem.decay.signs
-    inverse_smem[...] = triangular_inverse(lower, smem.blocks, free, backend).astype(jnp.bfloat16)
-    start_copies([(inverse_smem, of_pairs(outs.inverse))])
+    inverse = triangular_inverse(lower, smem.blocks, inverse_tiles, smem.lhs_of_inverse, backend)
+    smem.ones[...] = inverse.astype(jnp.bfloat16)
+    start_copies([(smem.ones, of_pairs(outs.inverse))])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
   return launch_per_chunk(

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
-  decay_between_tokens,
   launch_per_chunk,
   shared_head,
   store_outputs,
@@ -30,6 +28,7 @@ from pallas_kernels.core.wgmma import (
   WITHOUT_BARRIERS,
   Backend,
   Ref,
+  broadcast_cols,
   broadcast_rows,
   causal_mask,
   load_col_vector,
@@ -42,8 +41,9 @@ from pallas_kernels.delta_rule.sm90 import channel_chunks
 from pallas_kernels.delta_rule.sm90.recurrence import Stage, forward_recurrence, split_maps
 from pallas_kernels.delta_rule.sm90.splits import entering_states
 from pallas_kernels.delta_rule.triangular_inverse import (
-  NUM_TILES,
+  InverseTiles,
   diagonal_blocks,
+  lhs_scratch,
   triangular_inverse,
 )
 from pallas_kernels.delta_rule.types import (
@@ -135,10 +135,11 @@ class ChunkOutputs(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-  keys: list  # [C, K]: k and, if it is another, the erase key
+  tiles: Any  # keys [C, K]: k and, if it is another, the erase key; when dead, `InverseTiles`
   tables: Any  # [NUM_ROWS, C] float32
   blocks: Any  # of `triangular_inverse`
-  more: list  # tiles [C, C]
+  lhs: Any  # the same
+  out: Any  # [C, C]
   arrived_barrier: Any  # of keys
 
 
@@ -152,38 +153,37 @@ def chunk_inverses(
   """
   (B, T, _, K), H, C = inputs.k.shape, heads, chunk
   present = 1 if inputs.erase_key is None else 2
-  # The inverse works in the memory of keys, when these are dead, and some more.
-  num_more = max(1, NUM_TILES - present * (K // C))
   scratch = _Buffers(
-    keys=[smem_tile(C, K) for _ in range(present)],
+    tiles=plgpu.RefUnion([smem_tile(C, K)] * present, InverseTiles.of()),
     tables=plgpu.SMEM((NUM_ROWS, C), jnp.float32),
     blocks=diagonal_blocks(),
-    more=[smem_tile(C, C) for _ in range(num_more)],
+    lhs=lhs_scratch(backend),
+    out=smem_tile(C, C),
     arrived_barrier=plgpu.Barrier(num_barriers=present),
   )
 
   def body(at, gmem: ChunkInputs, outs: ChunkOutputs, smem: _Buffers):
-    tiles = smem.keys
-    for number, (source, target) in enumerate(zip([gmem.k, gmem.erase_key], tiles, strict=False)):
+    keys, tiles = smem.tiles
+    for number, (source, target) in enumerate(zip([gmem.k, gmem.erase_key], keys, strict=False)):
       source = source.at[at.batch, at.tokens, shared_head(at.head, H, source)]
       plgpu.copy_gmem_to_smem(source, target, smem.arrived_barrier.at[number])
     mask = gmem.documents.mask(at, causal_mask(C, strict=True))
-    _fill_table(smem.tables, at, gmem)
+    _fill_table(smem.tables, at, gmem, backend)
     plgpu.commit_smem()
     of_chunk = outs.tables.at[at.batch, at.head, at.chunk]
     plgpu.copy_smem_to_gmem(smem.tables, of_chunk)
     rate = broadcast_rows(load_row_vector(smem.tables.at[RATE]), (C, C))
-    weight = jnp.where(mask, decay_between_tokens(smem.tables.at[CUMULATIVE]) * rate, 0.0)
+    cumulative = smem.tables.at[CUMULATIVE]
+    lag = broadcast_rows(load_row_vector(cumulative), (C, C)) - broadcast_cols(
+      load_col_vector(cumulative), (C, C)
+    )
+    weight = jnp.where(mask, jnp.exp(lag) * rate, 0.0)
     for number in range(present):
       plgpu.barrier_wait(smem.arrived_barrier.at[number])
-    lower = backend.dot(tiles[-1], transpose_ref(tiles[0])) * weight
-    # Keys are dead: their last product is done.
-    blocks = [x.at[:, pl.ds(start, C)] for x in tiles for start in range(0, K, C)]
-    free = [*blocks[: NUM_TILES - 1], *smem.more]
-    inverse = triangular_inverse(lower, smem.blocks, free, backend)
-    inverse_smem = smem.more[-1]  # a whole tile, where copies begin; dead, as all of `free`
-    inverse_smem[...] = inverse.astype(jnp.bfloat16)
-    store_outputs([(inverse_smem, outs.inverse.at[at.batch, at.head, at.tokens])])
+    lower = backend.dot(keys[-1], transpose_ref(keys[0])) * weight
+    inverse = triangular_inverse(lower, smem.blocks, tiles, smem.lhs, backend)
+    smem.out[...] = inverse.astype(jnp.bfloat16)
+    store_outputs([(smem.out, outs.inverse.at[at.batch, at.head, at.tokens])])
 
   return launch_per_chunk(
     body,
@@ -201,13 +201,13 @@ def chunk_inverses(
   )
 
 
-def _fill_table(table_smem: Ref, at: ChunkIndex, gmem: ChunkInputs) -> None:
+def _fill_table(table_smem: Ref, at: ChunkIndex, gmem: ChunkInputs, backend: Backend) -> None:
   """Computes the rows of a chunk's table, while its keys are being copied."""
-  rate, log_decay = (load_number(x, at) for x in (gmem.beta, gmem.log_decay))
+  log_decay, rate = (load_number(x, at) for x in (gmem.log_decay, gmem.beta))
   table_smem.at[CUMULATIVE][...] = log_decay
-  plgpu.commit_smem()
+  backend.barrier()
   log_decay = load_col_vector(table_smem.at[CUMULATIVE])
-  plgpu.commit_smem()  # all have read it
+  backend.barrier()  # all have read it
   decays = chunk_decays(log_decay, at, gmem.documents)
   rows = {BEFORE: decays.before, AFTER: decays.after, RATE: rate}
   rows |= {DECAY: decays.total, CUMULATIVE: decays.cumulative}
