@@ -194,6 +194,17 @@ def new_folder(path: str | Path, error: type[Exception]) -> Iterator[Path]:
   retried(functools.partial(sync_folder, path.parent))
 
 
+@contextlib.contextmanager
+def emptied_by_errors(folder: Path) -> Iterator[None]:
+  """Removes the files of a folder that was empty, after an error, so that one can try again."""
+  try:
+    yield
+  except BaseException:
+    for path in folder.iterdir():
+      path.unlink(missing_ok=True)
+    raise
+
+
 def make_folder(path: Path) -> None:
   """Creates a folder and its parents, unless they exist, durably.
 

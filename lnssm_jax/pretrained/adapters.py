@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lnssm_jax.files.atomic import emptied_by_errors
 from lnssm_jax.files.reading import read_json
 from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained import safetensors
@@ -173,8 +174,6 @@ def write(
   Raises:
     ExportError: a kernel is no matrix of theirs.
   """
-  from safetensors.numpy import save_file
-
   modules: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
   for module, a, b in _by_module(family, settings, factors):
     modules.setdefault(module, []).append((a, b))
@@ -203,8 +202,9 @@ def write(
     "use_rslora": False,
   }
   folder.mkdir(parents=True, exist_ok=True)
-  save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
-  (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+  with emptied_by_errors(folder):
+    safetensors.write(folder / TENSORS, arrays, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _by_module(

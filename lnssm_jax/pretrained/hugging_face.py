@@ -20,10 +20,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from lnssm_jax.files.atomic import emptied_by_errors
 from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
-from lnssm_jax.pretrained import adapters, exports, folders, placing
+from lnssm_jax.pretrained import adapters, exports, folders, placing, safetensors
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, rwkv_files, table
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import SAME_FUNCTION, ExportError
@@ -165,8 +166,6 @@ def save(
     ExportError: no family of that layout can represent the model, or the folder is not empty; the
       message says which settings differ.
   """
-  from safetensors.numpy import save_file
-
   if "mixer" not in settings:
     raise ExportError(
       f"settings has {', '.join(sorted(settings)[:6])}, but no mixer; give those of the model:"
@@ -190,8 +189,9 @@ def save(
   folder.mkdir(parents=True, exist_ok=True)
   if any(folder.iterdir()):
     raise ExportError(f"{folder} exists and is not empty; give another folder.")
-  save_file(theirs, folder / folders.TENSORS, metadata={"format": "pt"})
-  (folder / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+  with emptied_by_errors(folder):
+    safetensors.write(folder / folders.TENSORS, theirs, {"format": "pt"})
+    (folder / folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_adapter(

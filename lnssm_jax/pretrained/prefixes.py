@@ -16,16 +16,18 @@ import numpy as np
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.generate import Prefix
 from lnssm_jax.models import LanguageModel
+from lnssm_jax.pretrained import safetensors
 from lnssm_jax.pretrained.exports import name_of
-from lnssm_jax.pretrained.safetensors import Tensors
 
 
 def save_prefix(path: str | Path, prefix: Prefix) -> None:
-  """Writes a prefix; needs the package `safetensors`."""
-  from safetensors.numpy import save_file
+  """Writes a prefix; needs the package `safetensors`.
 
+  Raises:
+    OSError: it cannot be written; a file that was there is unchanged.
+  """
   leaves = jax.tree_util.tree_leaves_with_path(prefix)
-  save_file({name_of(keys): np.asarray(x) for keys, x in leaves}, path)
+  safetensors.write(path, {name_of(keys): np.asarray(x) for keys, x in leaves})
 
 
 def load_prefix(path: str | Path, model: LanguageModel) -> Prefix:
@@ -35,7 +37,7 @@ def load_prefix(path: str | Path, model: LanguageModel) -> Prefix:
     DataError: the file is damaged or of another kind of model; the message names it.
   """
   try:
-    tensors = Tensors(path)
+    tensors = safetensors.Tensors(path)
     rows = tensors.kind("logits")[1][0] if "logits" in tensors else 0
     like = jax.eval_shape(lambda: _empty(model, max(1, rows)))
     names = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(like)}

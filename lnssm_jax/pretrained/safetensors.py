@@ -1,4 +1,4 @@
-"""Reading of safetensors files: named arrays, each read when it is asked for.
+"""Safetensors files: named arrays, each read when it is asked for, and written all at once.
 
 8 bytes: N, little endian   N bytes: {name: {dtype, shape, data_offsets}} as JSON   the data
 """
@@ -6,15 +6,17 @@
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from lnssm_jax.files.checked_json import check_shape, parse
 from lnssm_jax.files.reading import open_regular
+from lnssm_jax.pretrained.manifest import ExportError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _DTYPES = {
@@ -32,6 +34,35 @@ _DTYPES = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
+
+
+def write(path: str | Path, arrays: Mapping[str, np.ndarray], metadata: Any = None) -> None:
+  """Writes a file, or replaces it, with the permissions that other new files have.
+
+  Raises:
+    ExportError: the package `safetensors` is not installed.
+    OSError: it cannot be written; it names `path`, where nothing new is left.
+  """
+  try:
+    import safetensors.numpy
+  except ImportError:
+    raise ExportError(
+      "writing a model needs the package safetensors: pip install safetensors"
+    ) from None
+  path = Path(path)
+  new = not path.exists()
+  path.touch()  # the package's own file is readable by its owner alone
+  mode = path.stat().st_mode & 0o777
+  try:
+    safetensors.numpy.save_file({**arrays}, path, metadata=metadata)
+    path.chmod(mode)
+  except safetensors.SafetensorError as error:
+    if new:
+      path.unlink(missing_ok=True)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+      raise
+    raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 class _Entry(NamedTuple):

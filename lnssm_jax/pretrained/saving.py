@@ -14,11 +14,10 @@ from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.files.reading import digest_of
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import params_of, stored
-from lnssm_jax.pretrained import exports
+from lnssm_jax.pretrained import exports, safetensors
 from lnssm_jax.pretrained.loaded import sample_of
 from lnssm_jax.pretrained.manifest import NO_TOKENIZER, ExportError
 from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
-from lnssm_jax.pretrained.safetensors import is_finite
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from lnssm_jax.sampling import SamplingOptions
 
@@ -75,7 +74,7 @@ def save_model(
   config = dataclasses.replace(found.config, param_dtype=found.embedding.dtype.name)
   params = params_of(found)
   for name, x in exports.flat(params).items():
-    if not is_finite(np.asarray(x)):
+    if not safetensors.is_finite(np.asarray(x)):
       raise ExportError(f"{name} has numbers that are NaN or infinite; save an earlier model.")
   settings = {} if generation is None else {"sample": sample_of(generation)}
   write(folder, stored(config), params, tokenizer, step, settings=settings)
@@ -130,10 +129,9 @@ def write(
       written = FileTokenizer(path, end_of_text=tokenizer.named_end)
       of_tokenizer["fingerprint"] = written.fingerprint
     tensors, manifest = partial / exports.TENSORS, partial / exports.MANIFEST
-    _save_file()(arrays, tensors, metadata={"format": "flax"})
+    safetensors.write(tensors, arrays, {"format": "flax"})
     text = json.dumps(values | {"sha256": digest_of(values)}, indent=1)
     manifest.write_text(text + "\n")
-    tensors.chmod(manifest.stat().st_mode & 0o777)
 
 
 def _tokenizer(given: Any) -> Tokenizer | None:
@@ -162,13 +160,3 @@ def _versions() -> dict[str, str | None]:
 
   versions = {"jax": jax.__version__, "flax": flax.__version__}
   return {"lnssm_jax": lnssm_jax.__version__, **versions}
-
-
-def _save_file() -> Any:
-  try:
-    from safetensors.numpy import save_file
-  except ImportError:
-    raise ExportError(
-      "writing a model needs the package safetensors: pip install safetensors"
-    ) from None
-  return save_file
