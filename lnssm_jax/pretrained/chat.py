@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -192,7 +193,7 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
   path, found = folder / TEMPLATE, settings.get("chat_template")
   try:
-    if path.exists():
+    if os.path.lexists(path):  # a link to nothing is an error
       return read_bytes(path, _MAX_TEMPLATE, follow_links=True).decode()
   except (OSError, ValueError) as error:
     raise DataError(f"{path} cannot be read ({error}).") from None

@@ -8,6 +8,7 @@ taken before sizes have been compared.
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -144,7 +145,7 @@ def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
   none, if the file is there without them).
   """
   ends = _ends(folder / CONFIG, config)
-  if not (folder / GENERATION).exists():
+  if not os.path.lexists(folder / GENERATION):  # a link to nothing is an error
     return _stops(ends)
   values = plain(_json(folder / GENERATION))
   found: dict[str, Any] = _stops(_ends(folder / GENERATION, values) or ends)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lnssm_jax.pretrained import ExportError, folders, hugging_face, safetensors
+from lnssm_jax.pretrained import DataError, ExportError, chat, folders, hugging_face, safetensors
 from lnssm_jax.pretrained.families import family_of
 from tests.pretrained.published import CASES, recorded, write
 
@@ -231,6 +231,16 @@ def test_link_is_not_followed(name, tmp_path):
     (folder / name).rename(outside)
   (folder / name).symlink_to(outside)
   assert f"{name} is a link; links are not followed" in message(folder)
+
+
+def test_link_to_nothing_is_not_as_if_there_were_no_file(tmp_path):
+  """As in a cache that has lost files: greedy models would sample."""
+  folder = write(tmp_path / "folder", "llama", dtype="f4")
+  (folder / "generation_config.json").symlink_to(tmp_path / "gone")
+  assert "generation_config.json is a link; links are not followed" in message(folder)
+  (folder / "chat_template.jinja").symlink_to(tmp_path / "gone")
+  with pytest.raises(DataError, match="chat_template.jinja cannot be read"):
+    chat._source(folder, {"chat_template": "{{ messages }}"})
 
 
 def test_folder_without_a_model_raises(tmp_path):

@@ -27,6 +27,7 @@ from train.inspection.arrays import OrbaxArrays
 from train.inspection.report import report, to_json
 from train.inspection.statistics import difference, statistics
 from train.runs import export
+from train.runs.config_file import RunFolderError
 from train.runs.run_folder import RunFolder
 from train.step.state import init_state
 
@@ -186,6 +187,16 @@ def test_report_compares_with_a_step_and_an_export(run, tmp_path):
   assert found["step"] == 10 and [row["step"] for row in found["metrics"]] == [10, 10]
   row = by_name(found["parameters"])["embedding"]
   assert row["largest"] == np.abs(before["embedding"]).max()
+
+
+def test_folder_of_a_published_model_is_no_run(tmp_path):
+  safetensors.numpy.save_file({"a": np.ones(3)}, tmp_path / "model.safetensors")
+  (tmp_path / "config.json").write_text('{"model_type": "mamba", "vocab_size": 3}')
+  assert report(tmp_path)["parameters"][0]["name"] == "a"
+  with pytest.raises(
+    RunFolderError, match="is the folder of a published model, not of a run; open"
+  ):
+    RunFolder(tmp_path).load_config()
 
 
 def test_difference_lists_other_settings_names_and_shapes(run, tmp_path):

@@ -114,9 +114,10 @@ def open_folder(
   """
   if is_exported(folder):
     return _export(folder, step)
-  if (folder / CONFIG).is_file():
-    return _run(folder, step, holding or contextlib.ExitStack())
   files = [folder] if folder.suffix == ".safetensors" else sorted(folder.glob("*.safetensors"))
+  published = files and not (folder / "checkpoints").exists()
+  if (folder / CONFIG).is_file() and not published:
+    return _run(folder, step, holding or contextlib.ExitStack())
   tree = orbax_tree(folder)
   about = {"folder": str(folder), "step": None, "settings": None}
   if tree is not None:

@@ -67,6 +67,11 @@ def _check_kind(path: str | Path, values: dict, kind: Any) -> None:
   unknown = values.keys() - {field.name for field in fields}
   without = (dataclasses.MISSING, dataclasses.MISSING)
   missing = {f.name for f in fields if (f.default, f.default_factory) == without} - values.keys()
+  if "model_type" in unknown and "model" in missing:
+    raise RunFolderError(
+      f"{path} is the folder of a published model, not of a run; open it with"
+      " lnssm_jax.pretrained.load, or make a run of it with `lnssm-train import`."
+    )
   if unknown and missing:
     raise RunFolderError(
       f"{path} is a run of another program: its settings are {', '.join(sorted(unknown))}, without"
