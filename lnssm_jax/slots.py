@@ -115,14 +115,14 @@ class Slots:
 
   Attributes:
     model: the NNX model.
-    rows: those in the slots.
+    rows: those that have not ended.
   """
 
   def __init__(self, model: AnyModel, size: int, *, prefix_memory: int = 1 << 28):
     self.model: Any = model.module() if hasattr(model, "module") else model
     self.size = check_positive("size", size)
     self.rows: list[Row] = []
-    self._free = list(range(size))
+    self._free = list(range(size))  # those of rows whose last tokens are being drawn included
     self._reading: dict[Row, _Reading] = {}
     self._drawing: dict[Row, _Place] = {}
     self._call: _Call | None = None  # whose tokens the host has not read
@@ -145,14 +145,19 @@ class Slots:
     Raises:
       ValueError: all are taken; or as `generate`.
     """
-    if len(self.rows) == self.size:
-      raise ValueError(f"all {self.size} slots are taken; wait until a row has ended.")
+    if not self.free:
+      raise ValueError(f"all {self.size} slots are taken; wait until one is free.")
     checked(self.model, [row.prompt], row.options)
     row.prompt = np.asarray(row.prompt, np.int32)
     self.rows.append(row)
     read = self._prefixes.longest(row.prompt) or _Read(self._empty, None, 0)
     row.reused = read.length
     self._reading[row] = _Reading(read, self._prefixes.ends(row.prompt, read.length))
+
+  @property
+  def free(self) -> int:
+    """Number of rows that `add` takes now; one whose last tokens are being drawn has no slot."""
+    return len(self._free) - len(self._reading)
 
   @property
   def prefix_bytes(self) -> int:
@@ -178,7 +183,8 @@ class Slots:
   def _leave(self, row: Row) -> None:
     self.rows.remove(row)
     self._reading.pop(row, None)
-    if place := self._drawing.pop(row, None):
+    place = self._drawing.pop(row, None)
+    if place and place.asked < row.options.max_tokens:
       self._free.append(place.slot)
 
   def _read(self) -> None:
@@ -262,9 +268,11 @@ class Slots:
     choices = [sampling.choice_of(row.options, vocabulary, False) for row in rows]
     choice = sampling.common_choice(choices, vocabulary)
     first = np.zeros(self.size, np.int32)
-    for place in rows.values():
+    for row, place in rows.items():
       first[place.slot] = place.asked
       place.asked += _STEPS
+      if place.asked >= row.options.max_tokens:  # the device begins no other row there before
+        self._free.append(place.slot)
     states, logits, seen, keys = self._device
     # Copies, because the host changes its arrays while the call may still wait.
     limits = sampling.Limits(*(values.copy() for values in self._limits))
