@@ -133,7 +133,7 @@ class FileTokenizer:
     added: Added | None = None,
     raw: bytes | None = None,
   ):
-    path = Path(path)
+    self._path = path = Path(path)
     self.spec = spec or str(path)
     if raw is None:
       if path.is_dir():
@@ -175,6 +175,11 @@ class FileTokenizer:
     others = (b"" if end == usual else b"%d" % end) + (repr(added).encode() if any(added) else b"")
     self.fingerprint = hashlib.sha256(raw + others).hexdigest()
     self._inner = inner
+
+  def __reduce__(self):
+    """Pickles the content of the file, not the package's tokenizer, which would lose its flags."""
+    how = {"end_of_text": self.end_of_text, "added": self.added, "raw": self.raw}
+    return functools.partial(FileTokenizer, self._path, self.spec, **how), ()
 
   def encode(self, text: str, special_tokens: InText = "text") -> np.ndarray:
     parts = self.encode_batch(self.pieces(text), special_tokens)

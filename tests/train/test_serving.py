@@ -1,5 +1,6 @@
 """`lnssm-train serve`: many clients at once on the loopback, those that leave or ask wrongly."""
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -9,11 +10,16 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import lnssm_jax
@@ -23,8 +29,9 @@ from tests.pretrained.test_chat import folder_with
 from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
 from train.data import DataError, load_tokenizer
-from train.serving import app, command, requests
-from train.serving.engine import Busy, Engine
+from train.serving import app, command, front, requests
+from train.serving.engine import Engine
+from train.serving.link import Busy, Link
 
 for _name in ("starlette", "jinja2"):
   pytest.importorskip(_name, reason=f"the extra `serve` is not installed: no {_name}")
@@ -32,6 +39,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not instal
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>{% endfor %}assistant:"
 QUEUE = 12
+START = command._start
 SPELLED = {"role": "user", "content": "a<end>assistant:"}
 
 
@@ -48,7 +56,7 @@ def loaded(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(loaded, **settings):
-  """The port of a server in a thread."""
+  """The port of a server in a thread, with its process of HTTP in another, which starts sooner."""
   servers, said, errors = [], threading.Event(), []
   address = []
 
@@ -56,6 +64,23 @@ def serving(loaded, **settings):
     def __init__(self, config):
       super().__init__(config)
       servers.append(self)
+
+  class Front(threading.Thread):
+    def __init__(self, connection, listening):
+      ends = Connection(os.dup(connection.fileno())), listening.dup()
+      super().__init__(target=front.run, args=ends)
+      self.start()
+
+    def poll(self):
+      return None if self.is_alive() else 0
+
+    def terminate(self):
+      for server in servers:
+        server.should_exit = True
+
+    def wait(self):
+      self.join(60)
+      return self.poll()
 
   def say(line):
     address.append(int(line.partition("/v1")[0].rpartition(":")[2]))
@@ -75,6 +100,7 @@ def serving(loaded, **settings):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(uvicorn, "Server", Server)
+    patch.setattr(command, "_start", Front)
     thread = threading.Thread(target=run)
     thread.start()
     said.wait(60)
@@ -129,7 +155,7 @@ CHAT = "system: be brief<end>user: hi<end>assistant:"
 
 
 def prompts_of(clients):
-  return [f"client {number}"[: 3 + number % 8] + str(number) for number in range(clients)]
+  return [f"client {number}"[: 4 + number % 4] + str(number) for number in range(clients)]
 
 
 def alone(loaded, prompts, seed, numbers=None):
@@ -339,8 +365,9 @@ def test_body_that_does_not_arrive_is_given_up(port, monkeypatch, caplog):
   assert not caplog.records
 
 
-def test_signal_ends_the_server_when_its_texts_have_ended(loaded):
-  """`serve` returns; uvicorn, which raises the signal again, would end the process by it."""
+def test_signal_ends_the_server_when_its_texts_have_ended(loaded, monkeypatch):
+  """`serve` returns, and so does its process of HTTP, which is a real one here."""
+  monkeypatch.setattr(command, "_start", START)
   before, answers, threads = signal.signal(signal.SIGTERM, lambda *_: answers.append(None)), [], []
 
   def client(port):
@@ -368,25 +395,58 @@ def test_signal_ends_the_server_when_its_texts_have_ended(loaded):
   assert status == 200 and answer["usage"]["completion_tokens"] == 2_000
 
 
-def test_engine_ends_its_rows_when_the_device_fails(loaded, monkeypatch):
-  slots = Slots(loaded.model, 1)
-  engine, ended = Engine(slots, queue=2), []
-  options = loaded.options(max_tokens=4)
-  rows = [Row([97], options) for _ in range(3)]
-  with pytest.raises(Busy):
-    engine.submit(rows, ended.append)
-  engine.submit(rows[:2], ended.append)
+def test_device_that_fails_ends_all_texts(loaded, monkeypatch):
+  slots, (here, there) = Slots(loaded.model, 1), Pipe()
+  engine, ended, lost = Engine(slots, there), [], asyncio.Event()
+  rows = [Row(np.array([97]), loaded.options(max_tokens=4), n) for n in range(3)]
 
   def fail():
     raise RuntimeError("the device is gone")
 
+  async def texts_of_a_server():
+    link = Link(here, loaded.model, slots=1, queue=1)
+    link.open(lost.set)
+    with pytest.raises(Busy):
+      link.submit(rows, ended.append)
+    link.submit(rows[:2], ended.append)
+    await asyncio.wait_for(lost.wait(), 60)
+    with pytest.raises(Busy):
+      link.submit(rows[2:], ended.append)
+    assert app._health(link).status_code == 503
+    assert "lnssm_rejected_total 4" in link.metrics()
+
   monkeypatch.setattr(slots, "step", fail)
-  engine.run()
+  thread = threading.Thread(target=engine.run)
+  thread.start()
+  asyncio.run(texts_of_a_server())
+  thread.join()
   assert str(engine.failure) == "the device is gone"
-  assert app._health(engine).status_code == 503
-  assert [(drawn.row, drawn.ended) for drawn in ended] == [(rows[1], "failed"), (rows[0], "failed")]
-  with pytest.raises(Busy):
-    engine.submit(rows[:1], ended.append)
+  assert [(drawn.row, drawn.ended) for drawn in ended] == [(row, "failed") for row in rows[:2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["device", "http"])
+def test_process_that_is_killed_ends_the_other_with_a_line(loaded, killed):
+  """Soon, and the client of a text gets an error, or no answer."""
+  serve = [sys.executable, "-m", "train", "serve", loaded.source, "--port", "0"]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  with subprocess.Popen(serve, text=True, **pipes) as process, ThreadPoolExecutor(1) as pool:
+    port = int(process.stdout.readline().partition("/v1")[0].rpartition(":")[2])
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    body = {"prompt": "x", "max_tokens": 30_000, "temperature": 0.0}
+    answer = pool.submit(ask, port, "/v1/completions", body)
+    wait_for(port, first_tokens_total=1)
+    begin = time.monotonic()
+    os.kill(process.pid if killed == "device" else int(children), signal.SIGKILL)
+    _, error = process.communicate(timeout=20)  # when both have closed it
+    assert time.monotonic() - begin < 8  # 1 on an idle machine
+    assert error.count("\n") == 1
+    if killed == "device":
+      assert answer.result()[0] == 500 and "the process of the device has ended" in error
+    else:
+      assert process.returncode == 1 and "HTTP has ended with exit status -9" in error
+      with pytest.raises(http.client.RemoteDisconnected):
+        answer.result()
 
 
 @pytest.mark.parametrize(

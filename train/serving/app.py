@@ -25,13 +25,13 @@ from lnssm_jax.pretrained.continuations import Continuation
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.slots import Drawn, Row
 from train.serving import requests
-from train.serving.engine import Busy, Engine
+from train.serving.link import Busy, Link
 
 _MAX_BODY = 1 << 22  # bytes
 _PATIENCE = 30.0  # seconds for a body
 _RETRY = {"Retry-After": "1"}
-# Of requests, at once. The thread of the device shares Python's lock with them: more of them would
-# have it wait for each in turn when many requests come together.
+# Of requests, at once. The event loop shares Python's lock with them: more would have it wait for
+# each in turn when many requests come together.
 _READERS = 2
 
 
@@ -45,7 +45,7 @@ class HttpError(Exception):
 
 def make(
   loaded: LoadedModel,
-  engine: Engine,
+  link: Link,
   chat: ChatTemplate | DataError,
   *,
   name: str,
@@ -53,15 +53,15 @@ def make(
 ) -> Starlette:
   """The application of a model; `most_tokens` are those of a prompt and its answer."""
   readers = ThreadPoolExecutor(_READERS)
-  answer = functools.partial(_answer, loaded, engine, name, most_tokens, readers)
+  answer = functools.partial(_answer, loaded, link, name, most_tokens, readers)
   models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "lnssm_jax"}]}
   get = ["GET"]
   routes = [
     Route("/v1/completions", functools.partial(answer, None), methods=["POST"]),
     Route("/v1/chat/completions", functools.partial(answer, chat), methods=["POST"]),
     Route("/v1/models", lambda _: JSONResponse(models), methods=get),
-    Route("/health", lambda _: _health(engine), methods=get),
-    Route("/metrics", lambda _: PlainTextResponse(engine.metrics()), methods=get),
+    Route("/health", lambda _: _health(link), methods=get),
+    Route("/metrics", lambda _: PlainTextResponse(link.metrics()), methods=get),
   ]
   handlers = {HttpError: _error, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _bug}
   return Starlette(routes=routes, exception_handlers=handlers)
@@ -87,14 +87,13 @@ def _bug(http: HttpRequest, _: Exception) -> Response:
   return _error(http, HttpError(500, "the server failed at this request; its log says how."))
 
 
-def _health(engine: Engine) -> Response:
-  well = engine.failure is None
-  return PlainTextResponse("ok" if well else "failed", 200 if well else 503)
+def _health(link: Link) -> Response:
+  return PlainTextResponse(*(("failed", 503) if link.lost else ("ok", 200)))
 
 
 async def _answer(
   loaded: LoadedModel,
-  engine: Engine,
+  link: Link,
   name: str,
   most_tokens: int,
   readers: ThreadPoolExecutor,
@@ -104,17 +103,17 @@ async def _answer(
   body = await _body(http)
   if body.get("model") not in (None, name):
     raise HttpError(404, f"model={body['model']!r:.80} is not served; this is {name!r}.")
-  limits = {"most_texts": engine.queue, "most_tokens": most_tokens}
+  limits = {"most_texts": link.queue, "most_tokens": most_tokens}
   try:
     # Encoding of a long text takes its time.
     read = functools.partial(requests.parse, body, loaded, chat, **limits)
     asked = await asyncio.get_running_loop().run_in_executor(readers, read)
-    choices = _Choices(loaded, engine, asked)
+    choices = _Choices(loaded, link, asked)
     choices.submit()
   except ValueError as error:
     raise HttpError(400, str(error)) from None
   except Busy:
-    raise HttpError(429, f"{engine.queue} texts are waiting; try again later.", _RETRY) from None
+    raise HttpError(429, f"{link.queue} texts are waiting; try again later.", _RETRY) from None
   form = _Form(name, chat is not None)
   if asked.stream:
     return _Stream(choices, form, asked.usage)
@@ -161,8 +160,8 @@ async def _disconnected(http: HttpRequest) -> None:
 class _Choices:
   """The texts of one request while they grow; used by the thread of the event loop."""
 
-  def __init__(self, loaded: LoadedModel, engine: Engine, asked: requests.Request):
-    self._loaded, self._engine, self._stops = loaded, engine, asked.options.stop_tokens
+  def __init__(self, loaded: LoadedModel, link: Link, asked: requests.Request):
+    self._loaded, self._link, self._stops = loaded, link, asked.options.stop_tokens
     self._rows = [Row(prompt, asked.options, n) for n, prompt in enumerate(asked.prompts)]
     tokenizer, until = loaded.tokenizer, asked.until
     self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]
@@ -171,7 +170,6 @@ class _Choices:
     self.prompt_tokens, self.new_tokens = sum(len(row.prompt) for row in self._rows), 0
 
   def submit(self) -> None:
-    loop = asyncio.get_running_loop()
     held = {row: [] for row in self._rows}
 
     def deliver(drawn: Drawn) -> None:
@@ -180,15 +178,14 @@ class _Choices:
         if drawn.ended is None:
           return
         drawn = drawn._replace(tokens=held[drawn.row])
-      with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-        loop.call_soon_threadsafe(self._news.put_nowait, drawn)
+      self._news.put_nowait(drawn)
 
-    self._engine.submit(self._rows, deliver)
+    self._link.submit(self._rows, deliver)
 
   def close(self) -> None:
     """Gives up what has not ended."""
     if self._left:
-      self._engine.cancel(list(self._left))
+      self._link.cancel(list(self._left))
       self._left.clear()
 
   @property
@@ -214,7 +211,7 @@ class _Choices:
       text.add(tokens)
       self.new_tokens += len(tokens)
       if text.ended and ended is None:
-        self._engine.cancel([row])
+        self._link.cancel([row])
       if text.ended:
         ended = "stop"
       now = text.shown if ended is None else text.text

@@ -1,10 +1,16 @@
-"""The process of `lnssm-train serve`: one model, a thread of the device, an HTTP server."""
+"""The process of `lnssm-train serve`: one model, a thread of the device, and a process of HTTP."""
 
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
+import types
+from multiprocessing.connection import Connection, Pipe
 
+from lnssm_jax.files.printable import PrintableError
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.pretrained.loaded import LoadedModel
@@ -13,11 +19,18 @@ from train.cluster.stop_signal import StopSignal
 from train.messages import Say
 
 _MIB = 1 << 20
+_PATIENCE = 3.0  # seconds for the call of the device that the engine is in
 _MOST_SLOTS = 1 << 16
 _FIXES = {
   errno.EADDRINUSE: "give another port, or 0 for a free one",
   errno.EACCES: "give a port from 1024 on, as those below need privileges",
 }
+
+
+class FrontError(PrintableError, RuntimeError):
+  """The process of HTTP has failed; its own lines say how."""
+
+  exit_code = 1  # of the command line
 
 
 def serve(
@@ -47,11 +60,11 @@ def serve(
   """
   try:
     import starlette  # noqa: F401
-    import uvicorn
+    import uvicorn  # noqa: F401
   except ImportError as error:
     raise DataError(f"serve needs a package ({error}): pip install 'lnssm-jax[serve]'") from None
-  from train.serving import app
   from train.serving.engine import Engine
+  from train.serving.link import Served
 
   most_tokens = (loaded.model.max_length or 32_768) if most_tokens is None else most_tokens
   for option, size in {"slots": slots, "queue": queue, "most-tokens": most_tokens}.items():
@@ -60,44 +73,63 @@ def serve(
     raise ValueError(
       f"--slots {slots} must be at most {_MOST_SLOTS}, --prefix-memory {prefix_memory} at least 0."
     )
-  engine = Engine(Slots(loaded.model, slots, prefix_memory=prefix_memory * _MIB), queue=queue)
-  name = loaded.source.resolve().name
-  try:
-    chat = loaded.chat_template
-  except DataError as error:  # which answers chats; completions need none
-    chat = error
-  routes = app.make(loaded, engine, chat, name=name, most_tokens=most_tokens)
-  with _listening(host, port) as listening:
-    config = uvicorn.Config(
-      routes,
-      log_level="warning",
-      access_log=False,
-      lifespan="off",
-      timeout_graceful_shutdown=30,
-      limit_concurrency=slots + queue + 64,
-    )
-    server = uvicorn.Server(config)
-
-    def work() -> None:
-      engine.run()
-      server.should_exit = True
-
-    thread = threading.Thread(target=work, name="engine", daemon=True)
-    thread.start()
+  kept = {name: getattr(loaded.model, name) for name in ("vocab_size", "max_length", "dtype")}
+  served = Served(
+    types.SimpleNamespace(**kept),
+    {"sample": loaded.settings.get("sample", {})},
+    loaded.source.resolve(),
+    loaded.tokenizer,
+    slots,
+    queue,
+    most_tokens,
+  )
+  batch = Slots(loaded.model, slots, prefix_memory=prefix_memory * _MIB)
+  connection, other = Pipe()
+  with _listening(host, port) as listening, other:
     at, port = listening.getsockname()[:2]
-    at = f"[{at}]" if ":" in at else at
-    say(
-      f"serving {name} at http://{at}:{port}/v1, {slots} slots, at most"
-      f" {most_tokens:,} tokens of a text"
-    )
+    front = _start(other, listening)
+  engine = Engine(batch, connection)
+  thread = threading.Thread(target=engine.run, name="engine", daemon=True)
+  with StopSignal() as stop:
     try:
-      with StopSignal():  # gets the signals that uvicorn raises again when it has ended
-        server.run(sockets=[listening])
+      if _is_ready(connection, served):
+        thread.start()
+        at = f"[{at}]" if ":" in at else at
+        say(
+          f"serving {served.source.name} at http://{at}:{port}/v1, {slots} slots, at most"
+          f" {most_tokens:,} tokens of a text"
+        )
+      while front.poll() is None and not stop:
+        time.sleep(0.1)
     finally:
-      engine.stop()
-      thread.join()
+      front.terminate()
+      code = front.wait()
+  if thread.ident:
+    thread.join(_PATIENCE)
   if engine.failure is not None:
     raise engine.failure
+  if code and not stop:
+    raise FrontError(f"the process of HTTP has ended with exit status {code}.")
+
+
+def _start(connection: Connection, listening: socket.socket) -> subprocess.Popen[bytes]:
+  """A process of `front`."""
+  numbers = connection.fileno(), listening.fileno()
+  return subprocess.Popen(
+    [sys.executable, "-m", "train.serving.front", *map(str, numbers)],
+    pass_fds=numbers,
+    start_new_session=True,  # a terminal's Ctrl-C is for this process
+  )
+
+
+def _is_ready(connection: Connection, served: object) -> bool:
+  """Tells the process of HTTP what it serves; false if that has failed."""
+  try:
+    connection.send(served)
+    connection.recv()
+  except (EOFError, ConnectionError):
+    return False
+  return True
 
 
 def _listening(host: str, port: int) -> socket.socket:
