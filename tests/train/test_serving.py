@@ -426,11 +426,13 @@ def test_device_that_fails_ends_all_texts(loaded, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["device", "http"])
-def test_process_that_is_killed_ends_the_other_with_a_line(loaded, killed):
-  """Soon, and the client of a text gets an error, or no answer."""
-  serve = [sys.executable, "-m", "train", "serve", loaded.source, "--port", "0"]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-  with subprocess.Popen(serve, text=True, **pipes) as process, ThreadPoolExecutor(1) as pool:
+def test_process_that_is_killed_ends_the_other_with_a_line(loaded, tmp_path, killed):
+  """Soon, and the client of a text gets an error, or no answer; the folder has other modules."""
+  (tmp_path / "train.py").write_text("raise SystemExit('not ours')")
+  serve = [sys.executable, "-P", "-m", "train", "serve", loaded.source, "--port", "0"]
+  how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+  how["env"] = os.environ | {"PYTHONPATH": str(Path(lnssm_jax.__file__).parents[1])}
+  with subprocess.Popen(serve, **how) as process, ThreadPoolExecutor(1) as pool:
     port = int(process.stdout.readline().partition("/v1")[0].rpartition(":")[2])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     body = {"prompt": "x", "max_tokens": 30_000, "temperature": 0.0}

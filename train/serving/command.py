@@ -17,6 +17,8 @@ from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.slots import Slots
 from train.cluster.stop_signal import StopSignal
 from train.messages import Say
+from train.serving.engine import Engine
+from train.serving.link import Served
 
 _MIB = 1 << 20
 _PATIENCE = 3.0  # seconds for the call of the device that the engine is in
@@ -56,6 +58,7 @@ def serve(
 
   Raises:
     DataError: a package is missing, or the address is taken or not of this machine.
+    FrontError: the process of HTTP has failed.
     ValueError: an argument is out of range.
   """
   try:
@@ -63,8 +66,6 @@ def serve(
     import uvicorn  # noqa: F401
   except ImportError as error:
     raise DataError(f"serve needs a package ({error}): pip install 'lnssm-jax[serve]'") from None
-  from train.serving.engine import Engine
-  from train.serving.link import Served
 
   most_tokens = (loaded.model.max_length or 32_768) if most_tokens is None else most_tokens
   for option, size in {"slots": slots, "queue": queue, "most-tokens": most_tokens}.items():
@@ -113,16 +114,17 @@ def serve(
 
 
 def _start(connection: Connection, listening: socket.socket) -> subprocess.Popen[bytes]:
-  """A process of `front`."""
+  """A process of `front`; its modules are those of this one, whatever the working folder has."""
   numbers = connection.fileno(), listening.fileno()
   return subprocess.Popen(
-    [sys.executable, "-m", "train.serving.front", *map(str, numbers)],
+    [sys.executable, "-P", "-m", "train.serving.front", *map(str, numbers)],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     pass_fds=numbers,
     start_new_session=True,  # a terminal's Ctrl-C is for this process
   )
 
 
-def _is_ready(connection: Connection, served: object) -> bool:
+def _is_ready(connection: Connection, served: Served) -> bool:
   """Tells the process of HTTP what it serves; false if that has failed."""
   try:
     connection.send(served)
