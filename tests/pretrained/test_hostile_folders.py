@@ -239,7 +239,7 @@ def test_link_to_nothing_is_not_as_if_there_were_no_file(tmp_path):
   (folder / "generation_config.json").symlink_to(tmp_path / "gone")
   assert "generation_config.json is a link; links are not followed" in message(folder)
   (folder / "chat_template.jinja").symlink_to(tmp_path / "gone")
-  with pytest.raises(DataError, match="chat_template.jinja cannot be read"):
+  with pytest.raises(DataError, match="jinja cannot be read"):
     chat._source(folder, {"chat_template": "{{ messages }}"})
 
 
