@@ -87,9 +87,9 @@ $(AUTHORS)/.ready: tests/peers/authors.txt .venv-peers/.ready
 	  git -C $$folder checkout --quiet $$commit || exit 1; done < $<
 	touch $@
 
-# Two processes at once, for Pallas compiles one kernel at a time in each.
+# Four processes at once, for Pallas compiles one kernel at a time in each.
 test-gpu: $(DEV_ENV)
-	printf '%s\n' 0/2 1/2 | XLA_PYTHON_CLIENT_MEM_FRACTION=0.45 xargs -P 2 -I PART \
+	printf '%s\n' 0/4 1/4 2/4 3/4 | XLA_PYTHON_CLIENT_MEM_FRACTION=0.22 xargs -P 4 -I PART \
 	  $(RUN) -m pytest tests/gpu -m gpu --part PART $(ARGS)
 
 lint: $(DEV_ENV)

@@ -5,6 +5,7 @@ some compiling while one has the GPU: see `hardware`. They take parameters, and 
 """
 
 import concurrent.futures
+import sys
 
 import jax
 import pytest
@@ -13,7 +14,7 @@ from pallas_kernels.core import device
 
 # Kernels are compiled one at a time in a process, by whichever thread: while one does, another one
 # lowers programs or runs them, and the others wait or compile what is not a kernel. So
-# `make test-gpu` runs two processes, each with half of the tests and of the GPU's memory.
+# `make test-gpu` runs four processes, each with a quarter of the tests and of the GPU's memory.
 _pool = concurrent.futures.ThreadPoolExecutor(7)
 _started: dict[pytest.Item, concurrent.futures.Future] = {}
 
@@ -51,6 +52,12 @@ def pytest_pyfunc_call(pyfuncitem):
         _started[item] = _pool.submit(item.function, **parameters)
   _started.pop(pyfuncitem).result()
   return True
+
+
+def pytest_runtest_logreport(report):
+  """Shows a failure at once: a run that is cut off has no summary."""
+  if report.failed:
+    print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
 def pytest_sessionfinish():
