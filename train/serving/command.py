@@ -21,7 +21,7 @@ from train.serving.engine import Engine
 from train.serving.link import Served
 
 _MIB = 1 << 20
-_PATIENCE = 3.0  # seconds for the call of the device that the engine is in
+_PATIENCE = 1.0  # second for the call of the device that the engine is in; it may be compiling
 _MOST_SLOTS = 1 << 16
 _FIXES = {
   errno.EADDRINUSE: "give another port, or 0 for a free one",
@@ -90,7 +90,7 @@ def serve(
     at, port = listening.getsockname()[:2]
     front = _start(other, listening)
   engine = Engine(batch, connection)
-  thread = threading.Thread(target=engine.run, name="engine", daemon=True)
+  thread = threading.Thread(target=engine.run, name="engine")
   with StopSignal() as stop:
     try:
       if _is_ready(connection, served):
