@@ -171,6 +171,8 @@ def test_published_settings_are_those_of_tables_written_again():
       "either mlp or moe; it",
     ),
     (LING, {"expert_swiglu_limit_list": [0] * 41 + [4]}, "trained with MLPs whose activations"),
+    (LING, {"expert_swiglu_limit_list": 4}, "expert_swiglu_limit_list=4 is not implemented"),
+    (QWEN3_NEXT, {"decoder_sparse_step": 0}, "decoder_sparse_step=0: layers with experts next"),
     (LING, {"rotary_dim": 128}, "rotary_dim=128 is not qk_rope_head_dim = 64"),
     (KIMI, {"quantization_config": {"bits": 4}}, "quantized models are not implemented; load the"),
     (

@@ -377,3 +377,19 @@ def test_any_number_in_a_real_config_is_an_error_in_a_line_or_makes_a_model(case
         built(config, shapes)
       except ExportError as error:
         assert "\n" not in str(error) and len(str(error)) < 600, (path, value)
+
+
+ODD = (0, -1, True, 0.5, 1e308, "", "auto", [], [None], [1.5], ["full_attention"] * 3, {}, {"a": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REAL)
+def test_any_value_of_a_known_setting_is_an_error_in_a_line_or_read(case):
+  config = folders.plain(real(case).config)
+  family = family_of(config)
+  for name in {*config, *family.fields, *family.renamed, "layer_types", "rope_parameters", "attn"}:
+    for value in ODD:
+      try:
+        family_of(config | {name: value}).settings(config | {name: value})
+      except ExportError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1400, (name, value)

@@ -233,6 +233,16 @@ def test_folder_of_others_is_not_used_for_programs(kind, programs, tmp_path, mon
   assert {path.name for path in folder.glob("*-cache")} == names
 
 
+def test_name_of_a_folder_reaches_the_terminal_without_control_characters(tmp_path):
+  (tmp_path / "\x1b[2J").mkdir()
+  (tmp_path / "\x1b[2J").chmod(0o777)
+  with (
+    pytest.warns(UserWarning, match=r"/\\x1b\[2J is not used"),
+    compile_cache.at(str(tmp_path / "\x1b[2J")),
+  ):
+    pass
+
+
 class _Command:
   """A pickle that runs a command."""
 

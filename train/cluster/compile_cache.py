@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 
 from lnssm_jax.files import user_cache
+from lnssm_jax.files.printable import printable
 from train.cluster import agreement, distributed, signatures
 
 IN_RUN = "run"  # as a folder: `programs` in the run folder
@@ -85,7 +86,7 @@ def at(folder: str | None) -> Iterator[None]:
       f"compile_cache={folder!r} cannot be used ({error.strerror}); use a folder, or None."
     ) from error
   if why := signatures.prepare(path, keep=not distributed.is_first()):
-    warnings.warn(f"{path} is not used for compiled programs: {why}.", stacklevel=3)
+    warnings.warn(printable(f"{path} is not used for compiled programs: {why}."), stacklevel=3)
     yield
     return
   settings = {
@@ -205,13 +206,14 @@ def _compiled(
       trees = traced.in_tree, traced.out_tree
       return serialize_executable.deserialize_and_load(program, *trees, execution_devices=devices)
     except Exception as error:  # of another driver, for one: compiling says what is wrong, if so
-      warnings.warn(f"{path} does not load ({error}); the program is compiled again.", stacklevel=2)
+      text = f"{path} does not load ({error}); the program is compiled again."
+      warnings.warn(printable(text, 2000), stacklevel=2)
   result = traced.lower().compile()
   try:
     program, *_ = serialize_executable.serialize(result)
     signatures.write(path, program)
   except Exception as error:  # the next start takes longer
-    warnings.warn(f"{path} cannot be written: {error}", stacklevel=2)
+    warnings.warn(printable(f"{path} cannot be written: {error}", 2000), stacklevel=2)
   return result
 
 

@@ -37,15 +37,15 @@ class Field:
     if self.names is not None:
       if isinstance(value, list | dict) or value not in self.names:
         raise ExportError(
-          f"{name}={value!r} is not implemented; only {', '.join(map(repr, self.names))}."
+          f"{name}={value!r:.80} is not implemented; only {', '.join(map(repr, self.names))}."
         )
       return self.names[value]
     if type(value) not in self.kinds and not (type(value) is int and float in self.kinds):
       kinds = " or ".join(kind.__name__ for kind in self.kinds)
-      raise ExportError(f"{name}={value!r} must be {kinds}.")
+      raise ExportError(f"{name}={value!r:.80} must be {kinds}.")
     lowest = -(2**48) if float in self.kinds else 1
     if is_number(value) and not lowest <= value < 2**48:
-      raise ExportError(f"{name}={value!r} must be at least {lowest} and below 2^48.")
+      raise ExportError(f"{name}={value!r:.80} must be at least {lowest} and below 2^48.")
     if type(value) is int and float in self.kinds:
       value = float(value)  # JSON's 10000 may be either
     return value if value is None or self.factor == 1 else value * self.factor

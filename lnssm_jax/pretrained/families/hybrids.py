@@ -346,8 +346,9 @@ def _without_experts(config: Config) -> Config:
   dense, every = config.pop("mlp_only_layers", None) or [], config.pop("decoder_sparse_step", 1)
   if not isinstance(dense, list):
     raise ExportError(f"mlp_only_layers={dense!r:.80} must be a list.")
-  sparse = [i for i in range(L) if i not in dense and type(every) is int and (i + 1) % every == 0]
-  if type(experts) is not int or type(every) is not int or (experts > 0 and sparse):
+  whole_step = type(every) is int and every > 0
+  sparse = [i for i in range(L) if i not in dense and whole_step and (i + 1) % every == 0]
+  if type(experts) is not int or not whole_step or (experts > 0 and sparse):
     raise ExportError(
       f"num_experts={experts!r:.80}, decoder_sparse_step={every!r:.80}: layers with experts next "
       "to others without are not implemented; only num_experts=0, or experts in all layers."

@@ -72,7 +72,8 @@ def _normal(config: Config) -> Config:
   if not is_number(bound):
     raise ExportError(f"kda_lower_bound={bound!r:.80} must be a number.")
   for name in _LIMITS:
-    if any(limits := config.pop(name, None) or []):
+    limits = config.pop(name, None) or []
+    if not isinstance(limits, list) or any(limits):
       raise ExportError(
         f"{name}={limits!r:.80} is not implemented: some layers were trained with MLPs whose"
         " activations have these bounds, and a layer here has none."
