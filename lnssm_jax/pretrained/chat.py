@@ -64,7 +64,13 @@ class ChatTemplate:
           " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     named = tokenizer.names_of((tokenizer.end_of_text, *_ends(folder)))
-    self._ends = list(dict.fromkeys([*named, self._known.get("eos_token", named[0])]))
+    known = [self._known["eos_token"]] if "eos_token" in self._known else []
+    self._ends = list(dict.fromkeys([*named, *known]))
+    if not self._ends:
+      raise DataError(
+        f"{folder}: eos_token_id={tokenizer.end_of_text} is not in tokenizer.json, and"
+        f" {special.CONFIG} has no eos_token; correct them, so that a reply has an end."
+      )
     self.fingerprint = hashlib.sha256(json.dumps([source, self._ends]).encode()).hexdigest()
     self._template = _compiled(source, folder)
 

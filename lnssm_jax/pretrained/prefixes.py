@@ -49,6 +49,8 @@ def load_prefix(path: str | Path, model: LanguageModel) -> Prefix:
           f"{path} is of another model: {name} is {found.get(name)}, and should be "
           f"{wanted.get(name)}."
         )
+    if (tensors["length"] < 0).any():
+      raise DataError(f"{path} is damaged: it has a length of {tensors['length'].min()} tokens.")
     return jax.tree_util.tree_map_with_path(
       lambda keys, _: jnp.asarray(tensors[name_of(keys)]), like
     )

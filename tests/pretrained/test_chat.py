@@ -139,6 +139,18 @@ def test_token_of_a_template_that_the_tokenizer_lacks_is_an_error(tmp_path, chat
     template()
 
 
+def test_end_that_the_tokenizer_lacks_is_an_error(tmp_path, chat):
+  del chat  # for its package
+  path = folder_with(tmp_path, "{{ messages[0].content }}") / "tokenizer_config.json"
+  template = lambda: ChatTemplate(folders.tokenizer(tmp_path, {"eos_token_id": 7777}))
+  settings = {x: v for x, v in json.loads(path.read_text()).items() if x != "eos_token"}
+  path.write_text(json.dumps(settings | {"eos_token": "<end>"}))
+  template()  # which that file names
+  path.write_text(json.dumps(settings))
+  with pytest.raises(DataError, match="eos_token_id=7777 is not in tokenizer.json, and"):
+    template()
+
+
 def test_tokenizer_of_bytes_has_no_template():
   with pytest.raises(DataError, match="'bytes' has no chat template"):
     ChatTemplate(ByteTokenizer())

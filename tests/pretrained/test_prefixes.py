@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from lnssm_jax.generate import SamplingOptions, generate, read
 from lnssm_jax.models import LanguageModel
@@ -45,6 +46,10 @@ def test_prefix_of_another_model_or_a_damaged_one_raises(model, tmp_path):
   other = nnx.eval_shape(lambda: build(dim=16))
   with pytest.raises(DataError, match="x is of another model: state"):
     load_prefix(tmp_path / "x", other)
+  arrays = load_file(tmp_path / "x")
+  save_file(arrays | {"length": arrays["length"] - 7}, tmp_path / "x")
+  with pytest.raises(DataError, match="x is damaged: it has a length of -6 tokens"):
+    load_prefix(tmp_path / "x", model)
   (tmp_path / "x").write_bytes(b"123")
   with pytest.raises(DataError, match="x cannot be read"):
     load_prefix(tmp_path / "x", model)
