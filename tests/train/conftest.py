@@ -17,10 +17,12 @@ from unittest import mock
 import jax
 import pytest
 
+from lnssm_jax.models import settings
 from train import trainer
 from train.config import Data, Mesh, Model, Optimizer, Sample, Train, from_dict, to_dict
 from train.logging.metric_reader import MetricReader
 from train.runs import evaluation
+from train.step import state as states_of
 
 WORDS = ("the", "slow", "quick", "river", "stone", "moves", "over", "under", "bright", "night")
 
@@ -39,6 +41,30 @@ def _of_the_state(cfg: Train) -> str:
   model = dataclasses.replace(cfg.model, dtype="float32", **dropout)
   optimizer = dataclasses.replace(cfg.optimizer, logit_penalty=0.0, z_loss=0.0)
   return repr((model, optimizer, cfg.seed, cfg.skip_spikes))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_and_states_are_traced_once():
+  """For their shapes, which each run asks for several times."""
+  models, initializers = {}, {}
+  abstract_model, initializer = settings.abstract_model, states_of.initializer
+
+  def model_once(model, *, sequence_axis=None):
+    key = repr(model), sequence_axis
+    if key not in models:
+      models[key] = abstract_model(model, sequence_axis=sequence_axis)
+    graph, params = models[key]
+    return graph, jax.tree.map(lambda x: x, params)
+
+  def initializer_once(cfg):  # jax remembers what it traced by the function
+    key = repr((cfg.model, cfg.optimizer, cfg.steps, cfg.seed, cfg.skip_spikes))
+    return initializers.setdefault(key, initializer(cfg))
+
+  with (
+    mock.patch.object(settings, "abstract_model", model_once),
+    mock.patch.object(states_of, "initializer", initializer_once),
+  ):
+    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from flax import nnx
 
 from lnssm_jax.models import LanguageModel, settings
 from lnssm_jax.models.settings import params_of
@@ -26,7 +27,7 @@ def model_graph(model: config.Model, sequence_axis: str | None = None) -> Any:
 
 def check_length(model: config.Model, name: str, length: int) -> None:
   """Raises ConfigError if a sequence is longer than the model's positions or a cache hold."""
-  built = jax.eval_shape(lambda: build_model(model, jax.random.key(0)))
+  built = nnx.merge(*settings.abstract_model(model))
   pattern = (model.mixer,) if isinstance(model.mixer, str) else model.mixer
   holds = {"model.learned_positions": model.learned_positions}
   for place, mixer in enumerate(pattern):
