@@ -301,6 +301,11 @@ OTHERS = {
     "mamba_ssm",
   ),
 }
+_OF_4_57 = {"dtype": "bfloat16", "torch_dtype": ..., "transformers_version": "4.57.6"}
+OTHERS["bamba-9b-4.57"] = Published(
+  "bamba-9b opened and saved by transformers 4.57.6",
+  OTHERS["bamba-9b"].config | _OF_4_57 | {"z_loss_coefficient": 0.0},
+)
 PUBLISHED = {
   case: found._replace(config={k: v for k, v in sorted(found.config.items()) if v is not ...})
   for case, found in (HUGGING_FACE | HYBRIDS | FURTHER | OTHERS).items()
