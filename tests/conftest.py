@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests import fast_compile
+from tests import eager, fast_compile
 
 
 def pytest_configure(config):
@@ -95,12 +95,14 @@ def _write_programs_whole():
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def pytest_collectstart():
+def pytest_collectstart(collector):
   """Another process finds a compiled program in the cache whole or not at all.
 
-  Before the first module is imported, for some run programs then.
+  And single operations are NumPy's. Before modules are imported, for some run programs then.
   """
   _write_programs_whole()
+  if collector.config.getoption("markexpr") != "gpu":
+    eager.install()
 
 
 @pytest.fixture(autouse=True, scope="session")

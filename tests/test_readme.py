@@ -91,6 +91,8 @@ def test_contributing_takes_five_minutes_to_read():
 # Each with names of its own, but in one process: to start jax takes as long as an example.
 RUN_EACH = """
 import json, sys
+from tests import eager
+eager.install()
 for number, code in enumerate(json.load(sys.stdin)):
   print(f"example {number}", flush=True)
   exec(compile(code, f"example {number}", "exec"), {"__name__": "__main__"})
