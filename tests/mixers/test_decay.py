@@ -127,7 +127,7 @@ def test_decay_of_s4_has_the_moduli_of_its_eigenvalues():
 )
 def test_mixer_without_decay_says_so(name):
   with pytest.raises(NotImplementedError, match=rf"{MIXERS[name].__name__}.decay: .* no decay"):
-    tiny.starting(name).decay(tiny.inputs(1, 1))
+    jax.eval_shape(lambda: tiny.initial(name).decay(tiny.inputs(1, 1)))
 
 
 def test_mixer_whose_options_leave_the_decay_out_says_so():

@@ -10,9 +10,8 @@ from flax import nnx
 from lnssm_jax import generate
 from lnssm_jax.mixers import RWKV7
 from lnssm_jax.models import LanguageModel, layers
-from tests.mixers.helpers import float64_params, relative_error
+from tests.mixers.helpers import drawn, float64_params, relative_error
 from tests.mixers.references import rwkv as reference
-from tests.mixers.tiny import with_noise
 
 LAYERS, HEADS = 2, {"num_heads": 2}
 
@@ -40,8 +39,7 @@ def tiny():
   """A model with noise in all parameters."""
   sizes = {"vocab_size": 11, "dim": 8, "num_layers": LAYERS, "channel_mixer": "none"}
   sizes |= {"mixer": "rwkv7", "norm": "rms", "embedding_norm": False, "tie_embeddings": True}
-  graph, params = nnx.split(LanguageModel(**sizes, **HEADS, rngs=nnx.Rngs(0)))
-  return nnx.merge(graph, with_noise(params))
+  return drawn(lambda: LanguageModel(**sizes, **HEADS, rngs=nnx.Rngs(0)))
 
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
