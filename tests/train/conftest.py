@@ -131,7 +131,15 @@ def tiny(text_folder, tmp_path):
 
   def make(**changes) -> Train:
     cfg = Train(
-      model=Model(dim=32, num_layers=1, num_heads=2, vocab_size=257, dtype="float32", mixer="lrn"),
+      model=Model(
+        dim=32,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=257,
+        dtype="float32",
+        mixer="lrn",
+        channel_mixer="none",
+      ),
       optimizer=Optimizer(peak_lr=3e-3, final_lr=3e-4, logit_penalty=1e-4),
       data=Data(
         folder=str(text_folder / "tokens"),

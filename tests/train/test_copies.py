@@ -26,7 +26,15 @@ TASK = MQAR(length=16, pairs=3, vocab_size=40)
 
 def settings(**changes):
   cfg = Train(
-    model=Model(mixer="lrn", dim=16, num_layers=2, num_heads=2, vocab_size=300, dtype="float32"),
+    model=Model(
+      mixer="lrn",
+      channel_mixer="none",
+      dim=16,
+      num_layers=2,
+      num_heads=2,
+      vocab_size=300,
+      dtype="float32",
+    ),
     optimizer=Optimizer(
       peak_lr=1e-3, final_lr=1e-4, warmup_steps=1, weight_decay=0.1, clip_norm=1.0
     ),

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = "data.sources.train=corpus.jsonl data.sources.validation=held.jsonl"
 # By default they are those of `tiny` in conftest.py, whose programs they share.
 TINY = (
-  "model.mixer=lrn model.dim=32 model.num_layers=1 model.num_heads=2 seq_len=32 global_batch=4"
-  " mesh.data=1 optimizer.logit_penalty=1e-4 sample.tokens=4"
+  "model.mixer=lrn model.channel_mixer=none model.dim=32 model.num_layers=1 model.num_heads=2"
+  " seq_len=32 global_batch=4 mesh.data=1 optimizer.logit_penalty=1e-4 sample.tokens=4"
 )
 SHORT = " steps=12 checkpoint_every=6 eval_every=6 log_every=6"
 SMALL = {

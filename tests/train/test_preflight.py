@@ -197,7 +197,8 @@ def test_run_that_needs_more_memory_than_the_device_stops_before_tokenizing(
 def test_unknown_mixer_or_option_rejected(
   assignment, message, how, tiny, config_file, capsys, no_work
 ):
-  arguments = ["fit", "--config", config_file(tiny()), "--set", assignment]
+  cfg = tiny(model__channel_mixer="gpt2")
+  arguments = ["fit", "--config", config_file(cfg), "--set", assignment]
   assert main([*arguments, how] if how else arguments) == 2
   assert message in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ def run(tiny, config_file, command):
   """Returns a function that runs `tests.train.arrangements` on `devices` devices."""
 
   def ask(what, *arrangements, devices=4, **changes):
-    path = config_file(tiny(**{"model__mixer": "lnssm"} | changes))
+    path = config_file(tiny(**{"model__mixer": "lnssm", "model__channel_mixer": "gpt2"} | changes))
     arguments = ("-m", "tests.train.arrangements", path, what, *arrangements)
     return result_of(*arguments, devices=devices)
 

@@ -165,7 +165,7 @@ def test_dry_run_prints_runs_parameters_and_flops(file, capsys, tmp_path):
   command = ["sweep", str(file), "--dry-run", "--out", str(tmp_path / "out"), "--copies", "3"]
   assert main([*command, "--only", "width=16", "--only", "size=a"]) == 0
   first, second, total = capsys.readouterr().out.splitlines()
-  start = "width=16 size=a: 16,032 parameters, 3 runs (learning rates 0.001 0.002, seeds 0 1)"
+  start = "width=16 size=a: 11,872 parameters, 3 runs (learning rates 0.001 0.002, seeds 0 1)"
   assert first.startswith(start) and "1 runs" in second
   run = spec.load(file).runs[0]
   each = plan.training_flops(run)

@@ -282,7 +282,7 @@ def test_table_has_mean_and_spread_over_seeds_and_the_best_rate(tmp_path):
   assert rows[1]["accuracy std"] == pytest.approx(np.std(high, ddof=1))
   assert (rows[1]["accuracy min"], rows[1]["accuracy max"], rows[2]["seeds"]) == (0.5, 0.8, 2)
   text = (tmp_path / "table.md").read_text()
-  assert "| 16 | 16,032 | 0.01 | 0.6000 ± 0.1732 | 7 ± 0 | 3 |" in text
+  assert "| 16 | 11,872 | 0.01 | 0.6000 ± 0.1732 | 7 ± 0 | 3 |" in text
   assert "1 of 12 runs of this table are not finished." in text
   assert json.loads((tmp_path / "table.jsonl").read_text().splitlines()[1]) == rows[1]
   with (tmp_path / "table.csv").open() as file:
