@@ -58,7 +58,16 @@ def test_page_of_configs_has_every_variant():
   assert sorted(rows()) == sorted(language_configs() + image_configs())
 
 
-@pytest.mark.parametrize("name", rows())
+def names():
+  """All rows, of which those of further variants of a file are slow."""
+  files = set()
+  for name in rows():
+    file = name.partition(":")[0]
+    yield pytest.param(name, marks=[pytest.mark.slow] * (file in files))
+    files.add(file)
+
+
+@pytest.mark.parametrize("name", list(names()))
 def test_config_model_has_the_parameters_that_the_page_says(name, monkeypatch):
   monkeypatch.setenv("LNSSM_DATA", "folder")
   _, printed, here, difference = rows()[name]
