@@ -46,10 +46,10 @@ class GSA(SelectingMixer[GSAState]):
       P_t = diag(f_t) P_{t-1} + s_t k_t^T,  R_t = diag(f_t) R_{t-1} + s_t v_t^T    per head
       y_t = R_t^T softmax(scale * P_t q_t),      out_t = W_o RMSNorm(silu(y_t))
 
-  Two linear attentions with a softmax between them. K = V = D / H. The norm is over all D channels,
-  with a scale for each. The defaults are those of fla's layer, `GatedSlotAttention`, which norms
-  with eps 1e-5 whatever its norm_eps (0.6.0); its expand_k, expand_v, output gate and learned
-  feature map are not offered.
+  Two linear attentions with a softmax between them. K = V = D / H. The norm is over all D channels.
+  The defaults are those of fla's layer, `GatedSlotAttention`, which norms with eps 1e-5 whatever
+  its norm_eps (0.6.0); its expand_k, expand_v and learned feature map are not offered, and its
+  use_output_gate changes nothing.
 
   Args:
     dim: D, the width; a multiple of `num_heads`.
@@ -67,6 +67,7 @@ class GSA(SelectingMixer[GSAState]):
     balance: coefficient of the balance loss of `selected_rows`, which `with_aux` returns.
     mass: in that loss, the mean weight of the "selected" rows, or of all ("full").
     norm_eps: eps of the norm, under the root.
+    norm_scale: whether the norm has a scale for each channel.
     dtype: of the projections and of q, k, v; decays, scores, norm, state and sums are float32.
     param_dtype: of the parameters.
 
@@ -98,6 +99,7 @@ class GSA(SelectingMixer[GSAState]):
     balance: float = 0.01,
     mass: str = "selected",
     norm_eps: float = 1e-5,
+    norm_scale: bool = True,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
@@ -115,7 +117,7 @@ class GSA(SelectingMixer[GSAState]):
     linear = functools.partial(Linear, dim, kernel_init=xavier_uniform(2**-2.5), **options)
     self.q_proj, self.k_proj, self.v_proj = linear(dim), linear(keys), linear(keys)
     self.f_proj = linear(G * num_slots)
-    self.norm = RMSNorm(dim, eps=norm_eps, param_dtype=param_dtype)
+    self.norm = RMSNorm(dim, eps=norm_eps, use_scale=norm_scale, param_dtype=param_dtype)
     self.o_proj = linear(dim)
     conv = functools.partial(ShortConvolution, use_bias=False, activation="silu", **options)
     convs = [None if conv_size is None else conv(n, conv_size) for n in (dim, keys, keys)]

@@ -38,6 +38,7 @@ COUNTS = [
   # Keys of width D / 2, the gate of rank 16 with its bias, the norm.
   ("gla", HEADS, D**2 + 3 * D**2 + 16 * (D + D // 2) + D // 2 + D // H),
   ("gsa", HEADS, 4 * D**2 + D * H * 64 + D),
+  ("gsa", HEADS | {"norm_scale": False}, 4 * D**2 + D * H * 64),
   ("hgrn", {}, 7 * D**2 + (5 + 1 + 1 + 4) * D),
   ("hgrn2", HEADS, 4 * D**2 + 6 * D),
   (

@@ -1,4 +1,8 @@
-"""As `published_configs`: Bamba, flash-linear-attention and mamba-ssm."""
+"""As `published_configs`: Bamba, flash-linear-attention and mamba-ssm.
+
+Those of flame, which trains models of fla, were seen whole, but for the name of the class, which
+fla adds when it saves a model.
+"""
 
 from tests.peers.published_configs import HUGGING_FACE, Published
 from tests.peers.published_further_configs import FURTHER
@@ -306,7 +310,158 @@ OTHERS["bamba-9b-4.57"] = Published(
   "bamba-9b opened and saved by transformers 4.57.6",
   OTHERS["bamba-9b"].config | _OF_4_57 | {"z_loss_coefficient": 0.0},
 )
+
+_FLAME = {
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+  "fuse_cross_entropy": True,
+  "hidden_act": "swish",
+  "hidden_ratio": 4,
+  "hidden_size": 8,
+  "initializer_range": 0.02,
+  "intermediate_size": None,
+  "norm_eps": 1e-06,
+  "num_heads": 2,
+  "num_hidden_layers": 2,
+  "tie_word_embeddings": False,
+  "use_cache": True,
+  "vocab_size": 16,
+}
+_FLAME_FULL = _FLAME | {
+  "attn": None,
+  "attn_mode": "chunk",
+  "fuse_linear_cross_entropy": False,
+  "fuse_norm": True,
+  "max_position_embeddings": 2048,
+  "pad_token_id": None,
+  "use_l2warp": False,
+}
+FLAME = {
+  "flame-transformer-1b": Published(
+    "fla-org/flame, transformer_1B.json",
+    _FLAME
+    | {
+      "architectures": ["TransformerForCausalLM"],
+      "elementwise_affine": True,
+      "fuse_norm": True,
+      "fuse_swiglu": True,
+      "max_position_embeddings": 16,
+      "model_type": "transformer",
+      "num_kv_heads": None,
+      "pad_token_id": 2,
+      "rope_theta": 10000.0,
+    },
+    "fla",
+  ),
+  "flame-delta-net-340m": Published(
+    "fla-org/flame, delta_net_340M.json",
+    _FLAME
+    | {
+      "architectures": ["DeltaNetForCausalLM"],
+      "attn_mode": "chunk",
+      "conv_size": 4,
+      "expand_k": 1,
+      "expand_v": 1,
+      "model_type": "delta_net",
+      "qk_activation": "silu",
+      "qk_norm": "l2",
+      "use_beta": True,
+      "use_gate": False,
+      "use_output_norm": True,
+      "use_short_conv": True,
+    },
+    "fla",
+  ),
+  "flame-gated-deltanet-340m": Published(
+    "zaydzuhri/flame, gated_deltanet_340M.json",
+    _FLAME
+    | {
+      "architectures": ["GatedDeltaNetForCausalLM"],
+      "attn_mode": "chunk",
+      "conv_size": 4,
+      "expand_v": 2,
+      "head_dim": 6,
+      "model_type": "gated_deltanet",
+      "use_gate": True,
+      "use_short_conv": True,
+    },
+    "fla",
+  ),
+  "flame-gsa-340m": Published(
+    "zaydzuhri/flame, gsa_340M.json",
+    _FLAME
+    | {
+      "architectures": ["GSAForCausalLM"],
+      "conv_size": 4,
+      "elementwise_affine": False,
+      "expand_k": 1,
+      "expand_v": 1,
+      "feature_map": "swish",
+      "fuse_norm": True,
+      "gate_logit_normalizer": 4,
+      "model_type": "gsa",
+      "num_slots": 3,
+      "share_conv_kernel": True,
+      "tie_word_embeddings": True,
+      "use_norm": True,
+      "use_output_gate": True,
+      "use_rope": False,
+      "use_short_conv": False,
+    },
+    "fla",
+  ),
+  "flame-hgrn2-340m": Published(
+    "zaydzuhri/flame, hgrn2_340M.json",
+    _FLAME
+    | {
+      "architectures": ["HGRN2ForCausalLM"],
+      "attn_mode": "chunk",
+      "expand_ratio": 4,
+      "fuse_norm": True,
+      "model_type": "hgrn2",
+      "tie_word_embeddings": True,
+    },
+    "fla",
+  ),
+  "flame-retnet-340m": Published(
+    "zaydzuhri/flame, retnet_340M.json",
+    _FLAME_FULL
+    | {
+      "architectures": ["RetNetForCausalLM"],
+      "conv_size": 4,
+      "elementwise_affine": True,
+      "expand_k": 1.0,
+      "expand_v": 2.0,
+      "feature_map": None,
+      "fuse_swiglu": True,
+      "hidden_ratio": 2,
+      "model_type": "retnet",
+      "num_kv_heads": None,
+      "use_output_gate": True,
+      "use_short_conv": False,
+    },
+    "fla",
+  ),
+  "flame-rwkv6-340m": Published(
+    "zaydzuhri/flame, rwkv6_340M.json",
+    _FLAME_FULL
+    | {
+      "architectures": ["RWKV6ForCausalLM"],
+      "expand_k": 0.5,
+      "expand_v": 1.0,
+      "gate_low_rank_dim": 3,
+      "hidden_act": "sqrelu",
+      "hidden_ratio": 3.5,
+      "model_type": "rwkv6",
+      "norm_bias": True,
+      "norm_eps": 1e-05,
+      "norm_first": True,
+      "proj_low_rank_dim": 2,
+    },
+    "fla",
+  ),
+}
 PUBLISHED = {
   case: found._replace(config={k: v for k, v in sorted(found.config.items()) if v is not ...})
-  for case, found in (HUGGING_FACE | HYBRIDS | FURTHER | OTHERS).items()
+  for case, found in (HUGGING_FACE | HYBRIDS | FURTHER | OTHERS | FLAME).items()
 }

@@ -330,11 +330,11 @@ GSA = _family(
     "expand_v": ONE,
     "clamp_min": Fixed(None),
     "clamp_max": Fixed(None),
-    "elementwise_affine": Fixed(True),
-    "use_output_gate": Fixed(False),
+    "elementwise_affine": flag("mixer_options.norm_scale", True),
     "use_norm": Fixed(True),
     "use_rope": Fixed(False, written=False),
     "gate_low_rank_dim": Fixed(None, written=False),
+    **free("fla does not read it; there is no output gate", "use_output_gate"),
   },
   _CONVOLUTIONS
   | linear("blocks.mixer.f_proj", f"{ATTN}.f_proj")

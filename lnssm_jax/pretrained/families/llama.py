@@ -86,6 +86,12 @@ def rotary(config: Config, *, usual_length: int = 2048, default: float = 10000.0
       else:
         rope = {"original_max_position_embeddings": longest} | rope
       rope = _yarn(rope, longest) if rule == "yarn" else rope
+    if rule == "yarn" and (given_factor := rope.get("attn_factor")) is not None:
+      raise ExportError(  # as in DeepSeek-R1-0528-Qwen3-8B
+        f"{setting}.attn_factor={given_factor!r:.80}: other programs multiply the magnitude by it, "
+        "transformers does not read it. Remove it to compute what transformers does, or write "
+        f"attention_factor={given_factor * rope['attention_factor']:.6g} in its place."
+      )
     scaling: Config = {"rule": rule}
     for name, value in rope.items():
       if name not in numbers:
