@@ -129,6 +129,8 @@ def resave(cases: Iterable[str]) -> None:
 
 _HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 _SIZES = {"hidden_size": 72, "num_hidden_layers": 4, "vocab_size": 11}
+_TYPES = ["linear_attention"] * 3 + ["full_attention"]
+_KINDS = ["mamba", "mlp", "attention", "mlp"]
 _FLA_SIZES = {"hidden_size": 288, "num_heads": 3, "num_hidden_layers": 1, "vocab_size": 11}
 # {class: settings that are given; every other one has its default}
 CLASSES = {
@@ -153,6 +155,17 @@ CLASSES = {
     "Qwen3_5TextConfig": _SIZES | _HEADS | {"intermediate_size": 40},
     "Qwen3_5MoeTextConfig": _SIZES | _HEADS,
     "Qwen3NextConfig": _SIZES | _HEADS | {"num_experts": 0, "intermediate_size": 40},
+    "FalconH1Config": _SIZES
+    | _HEADS
+    | {"intermediate_size": 40, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16},
+    "NemotronHConfig": _SIZES
+    | _HEADS
+    | {"head_dim": 24, "mamba_num_heads": 9, "mamba_head_dim": 16, "layers_block_type": _KINDS},
+    "OlmoHybridConfig": _SIZES
+    | {"num_attention_heads": 3, "num_key_value_heads": 3}
+    | {"intermediate_size": 40, "layer_types": _TYPES},
+    "KimiLinearConfig": _SIZES | {"layer_types": _TYPES},
+    "BailingHybridConfig": _SIZES | {"layer_types": _TYPES},
   },
   "fla": {
     "TransformerConfig": _FLA_SIZES,
