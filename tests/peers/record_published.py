@@ -176,6 +176,7 @@ CLASSES = {
     "GSAConfig": _FLA_SIZES,
     "HGRN2Config": _FLA_SIZES | {"hidden_size": 384},
     "RWKV6Config": _FLA_SIZES,
+    "RWKV7Config": _FLA_SIZES | {"hidden_size": 384, "num_heads": 6, "num_hidden_layers": 2},
   },
 }
 # What they give a gated MLP: (hidden_size, hidden_ratio), where 256 is not reached and where it is.
@@ -202,7 +203,7 @@ def defaults() -> dict[str, list[dict[str, Any]]]:
       row["without"] = {x: _differing(full, _saved(cls, left)) for x, left in changes.items()}
       nullable = [x for x in _nullable(cls) if not x.endswith("_token_id")]
       row["null"] = {x: _differing(full, _saved(cls, given | {x: None})) for x in nullable}
-      if layout == "fla":
+      if layout == "fla" and cls.model_type != "rwkv7":  # whose MLP has no gate
         model = getattr(fla.models, name.replace("Config", "ForCausalLM"))
         row["widths"] = [_width(cls, model, given, *pair) for pair in _WIDTHS]
       found.setdefault(layout, []).append(row)

@@ -115,6 +115,13 @@ def recorded_classes():
         yield pytest.param(layout, row, id=row["given"]["model_type"])
 
 
+def test_every_family_has_recorded_defaults():
+  recorded = {row.id for row in recorded_classes()}
+  # Layers of mamba-ssm have a test of their own; a model with pictures has its text model's.
+  others = {"mamba_ssm", "mamba2_ssm", "qwen3_5", "qwen3_5_moe"}
+  assert {family.name for family in FAMILIES} - others == recorded
+
+
 def settings_or_reason(config):
   try:
     return family_of(config).settings(folders.plain(config))
