@@ -174,6 +174,7 @@ def chunk_inverses(
     plgpu.copy_smem_to_gmem(smem.tables, of_chunk)
     rate = broadcast_rows(load_row_vector(smem.tables.at[RATE]), (C, C))
     cumulative = smem.tables.at[CUMULATIVE]
+    # `decay_between_tokens` without its bound: what that would change is masked.
     lag = broadcast_rows(load_row_vector(cumulative), (C, C)) - broadcast_cols(
       load_col_vector(cumulative), (C, C)
     )
