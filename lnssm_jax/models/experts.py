@@ -2,13 +2,15 @@
 
 Axis letters: N tokens, D channels, E experts, k experts of a token, F hidden channels of an expert.
 
-Rows are sorted by expert and padded to blocks of one expert each, whose products are one batched
-product: no token is dropped, however many select an expert. `jax.lax.ragged_dot` is not used: for a
-GPU XLA masks all rows for each expert, with E times the memory. With experts sharded over the mesh
-axis `AXIS`, whose devices hold other tokens each, a device gathers the tokens of all of them,
-computes its own experts, and the sums are scattered back. Per layer and pass each device sends and
-receives D numbers per token of the others twice, and has room and products for the k rows of all
-their tokens: memory and products do not fall with the number of shards.
+Rows are ordered by expert, and each is multiplied with the kernels of its expert: no token is
+dropped, however many select an expert. On a Hopper GPU, in bfloat16, JAX's own kernels multiply
+them (`pallas_kernels.grouped_products`). Elsewhere rows are padded to blocks of one expert each,
+whose products are one batched product. `jax.lax.ragged_dot` is not used: for a GPU XLA masks all
+rows for each expert, with E times the memory. With experts sharded over the mesh axis `AXIS`, whose
+devices hold other tokens each, a device gathers the tokens of all of them, computes its own
+experts, and the sums are scattered back. Per layer and pass each device sends and receives D
+numbers per token of the others twice, and has room and products for the k rows of all their tokens:
+memory and products do not fall with the number of shards.
 """
 
 import functools
@@ -21,12 +23,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lnssm_jax.mixers.common.routing import Aux, balance, is_selected
 from lnssm_jax.ops.core.precision import wide
+from pallas_kernels.core.gradients import custom_vjp, no_gradient
+from pallas_kernels.grouped_products.kernel import grouped_product, unsupported
 
 AXIS = "expert"
 NUM_EXPERTS = 8  # of a mixture whose options do not say
 # Kept for the backward pass; rows and copies of kernels are made again.
 _PRODUCT = "product of experts"
 _PRODUCTS = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
+GROUPED = False  # whether Hopper multiplies without blocks: not measured yet
 _LARGEST_BLOCK = 512  # rows; each block reads its expert's kernel
 
 
@@ -95,47 +100,74 @@ def mixture(
 
 def _of_these(kernels, activation, x, weights, indices):
   """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0."""
-  (N, k), count = indices.shape, len(kernels[0])
+  (N, k), count, dtype = indices.shape, len(kernels[0]), kernels[0].dtype
   rows = N * k
-  expert = jnp.where((indices >= 0) & (indices < count), indices, count).reshape(-1)
-  order = jnp.argsort(expert, stable=True)
-  sizes = (expert[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+  # Counted, not sorted: XLA compiles each sort of a program by itself, for a second.
+  is_of = indices.reshape(-1, 1) == jnp.arange(count)
+  seen = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)
+  sizes = seen[-1]
+  if GROUPED and unsupported(rows, count, kernels[0].shape[1:], dtype) is None:
+    first, places = jnp.cumsum(sizes) - sizes, rows
+    # The last expert multiplies the rows of other devices, too: zeros.
+    all_rows = sizes.at[-1].add(rows - sizes.sum())
+    multiply = lambda x, kernel: grouped_product(x, kernel, all_rows)
+  else:
+    first, places, multiply = _blocks(sizes, rows, dtype)
 
+  row = jnp.arange(rows)
+  target = jnp.sum(jnp.where(is_of, first + seen - 1, 0), axis=1)
+  # Out of bounds, each row and each place another number: those are 0, without a gradient.
+  target = jnp.where(is_of.any(1), target, places + row)
+  source = (rows + jnp.arange(places)).at[target].set(row, mode="drop", unique_indices=True)
+
+  def product(rows, kernel):
+    return checkpoint_name(multiply(rows, kernel), _PRODUCT)
+
+  @functools.partial(jax.checkpoint, policy=_PRODUCTS)
+  def outputs(into_kernel, down_kernel, x):
+    copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1).astype(dtype)
+    into = product(_moved(copies, source, target), into_kernel)
+    hidden, *up = jnp.split(into, len(kernels) - 1, axis=-1)
+    hidden = activation(hidden) * up[0] if up else activation(hidden)
+    y = product(hidden.astype(dtype), down_kernel)
+    return _moved(y, target, source).reshape(N, k, -1)
+
+  y = outputs(jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x)
+  return jnp.sum(weights[..., None] * y, axis=1)
+
+
+def _blocks(sizes, rows, dtype):
+  """(the place of each expert's first row, number of places, product) in blocks of one expert."""
+  count = len(sizes)
   # Blocks that are half full on average have few rows of padding, and few blocks read a kernel.
   size = min(_LARGEST_BLOCK, 1 << max(0, rows // count - 1).bit_length())
   num_blocks = min(rows, rows // size + count)
   of_expert = -(-sizes // size)  # blocks
   last = jnp.cumsum(of_expert)
   owner = jnp.searchsorted(last, jnp.arange(num_blocks), side="right")  # count: an unused block
-  start, first = jnp.cumsum(sizes) - sizes, size * (last - of_expert)  # rows, in order and in place
-  place = jnp.arange(num_blocks * size)
-  of_place = jnp.broadcast_to(owner[:, None], (num_blocks, size)).reshape(-1)
-  used, of_place = of_place < count, jnp.minimum(of_place, count - 1)
-  rank = place - first[of_place]
-  filled = used & (rank < sizes[of_place])
-  # Out of bounds, each place another number: those are 0, and their gradients go nowhere.
-  source = jnp.where(filled, order[jnp.minimum(start[of_place] + rank, rows - 1)], rows + place)
-  here = jnp.minimum(expert, count - 1)
-  target = jnp.argsort(order) - start[here] + first[here]
-  target = jnp.where(expert < count, target, len(place) + jnp.arange(rows))
+  is_of = (owner[:, None] == jnp.arange(count)).astype(dtype)
 
-  # Permutations, whose transposes are no sums: a GPU adds up scattered rows in any order.
-  take = lambda x, at: x.at[at].get(unique_indices=True, mode="fill", fill_value=0)
-  is_of = (owner[:, None] == jnp.arange(count)).astype(kernels[0].dtype)
-
-  def product(blocks, kernel):
-    """[blocks, rows, D] with the kernel of each block's expert; the sums over blocks in order."""
+  def product(x, kernel):
+    """With copies of the kernel of each block's expert; their gradients are summed in order."""
+    blocks = x.reshape(num_blocks, size, -1)
     result = jnp.einsum("brd,bdf->brf", blocks, jnp.einsum("be,edf->bdf", is_of, kernel))
-    return checkpoint_name(result, _PRODUCT)
+    return result.reshape(len(x), -1)
 
-  @functools.partial(jax.checkpoint, policy=_PRODUCTS)
-  def outputs(kernels, x):
-    *into, down_kernel = kernels
-    copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1)
-    blocks = take(copies.astype(down_kernel.dtype), source).reshape(num_blocks, size, -1)
-    hidden, *up = (product(blocks, kernel) for kernel in into)
-    hidden = activation(hidden) * up[0] if up else activation(hidden)
-    y = product(hidden.astype(down_kernel.dtype), down_kernel)
-    return take(y.reshape(len(place), -1), target).reshape(N, k, -1)
+  return size * (last - of_expert), num_blocks * size, product
 
-  return jnp.sum(weights[..., None] * outputs(kernels, x), axis=1)
+
+@custom_vjp
+def _moved(x, source, target):
+  """x[source], 0 where that is out of bounds; the row x[i] is at target[i], or nowhere.
+
+  The gradient is a gather, too: a GPU adds up scattered rows in any order.
+  """
+  return x.at[source].get(unique_indices=True, mode="fill", fill_value=0)
+
+
+def _moved_back(residuals, cotangent):
+  source, target = residuals
+  return _moved(cotangent, target, source), *no_gradient((source, target))
+
+
+_moved.defvjp(lambda x, *places: (_moved(x, *places), places), _moved_back)

@@ -1,0 +1,1 @@
+"""Products of rows with the matrices of their groups."""

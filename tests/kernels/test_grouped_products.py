@@ -1,0 +1,115 @@
+"""JAX's kernels for products of groups of rows, interpreted with races detected, in a mixture.
+
+The reference is the form in blocks in float64, which `tests/models/test_experts.py` compares with a
+loop over experts.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lnssm_jax.models import experts
+from pallas_kernels.core import device
+from pallas_kernels.grouped_products import kernel
+from tests.kernels.lowered import kernels_in
+from tests.ops.contract import relative_error
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def problem(N, D, F, E, chosen):
+  """Kernels, tokens, weights, a cotangent, and the two experts of each token, of `chosen`."""
+  random = np.random.default_rng(0)
+  normal = lambda *shape: np.asarray(jnp.asarray(random.normal(size=shape), BF16), np.float64)
+  kernels = [normal(*shape) / 8 for shape in ((E, D, F), (E, D, F), (E, F, D))]
+  indices = np.stack([random.choice(chosen, 2, replace=False) for _ in range(N)])
+  return (kernels, normal(N, D), random.random((N, 2))), normal(N, D), np.int32(indices)
+
+
+def gradients(inputs, cotangent, indices, dtype):
+  """The mixture of experts of these kernels, with its gradients; weights are float32 or wider."""
+  kernels, x, weights = inputs
+  kernels, x = jax.tree.map(lambda z: jnp.asarray(z, dtype), (tuple(kernels), x))
+  run = lambda *given: experts._of_these(given[0], jax.nn.silu, *given[1:], indices)
+  y, back = jax.vjp(run, kernels, x, jnp.asarray(weights, jnp.promote_types(dtype, F32)))
+  return y, back(jnp.asarray(cotangent, y.dtype))
+
+
+def errors(problem):
+  """Of values and gradients of bfloat16 products against float64."""
+  found = jax.jit(functools.partial(gradients, dtype=BF16))(*problem)
+  with jax.enable_x64(True):
+    want = jax.jit(functools.partial(gradients, dtype=jnp.float64))(*problem)
+  return [relative_error(*pair) for pair in zip(*map(jax.tree.leaves, (found, want)), strict=True)]
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+  """As on a Hopper GPU of two SMs."""
+  monkeypatch.setattr(experts, "GROUPED", True)
+  monkeypatch.setattr(device, "unsupported", lambda *_: None)
+  monkeypatch.setattr(kernel, "_MIN_ROWS", 1)
+  monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(core_count=2)])
+
+
+def interpret(monkeypatch):
+  """From here on; without rematerialization, under which JAX cannot run the interpreter."""
+  options = {"interpret": plgpu.InterpretGPUParams(detect_races=True), "grid": (2,)}
+  run = plgpu.kernel
+  monkeypatch.setattr(plgpu, "kernel", lambda body, **given: run(body, **(given | options)))
+  monkeypatch.setattr(jax, "checkpoint", lambda function, **_: function)
+
+
+def by_xla(monkeypatch):
+  """From here on: what the kernels compute."""
+
+  def product(x, matrices, group_sizes, transpose_rhs, **_):
+    matrices = matrices.swapaxes(1, 2) if transpose_rhs else matrices
+    y = jax.lax.ragged_dot(x, matrices, group_sizes)
+    return jnp.where(jnp.arange(len(x))[:, None] < group_sizes.sum(), y, jnp.nan)  # unwritten
+
+  def gradient(x, dy, group_sizes, **_):
+    last = jnp.cumsum(group_sizes)[:, None]
+    row = jnp.arange(len(x))
+    is_of = (row < last) & (row >= last - group_sizes[:, None])
+    return jnp.einsum("gr,rd,rf->gdf", is_of.astype(x.dtype), x, dy)
+
+  monkeypatch.setattr(kernel, "_library", lambda: (product, gradient))
+
+
+SOME_NONE = (4, [0, 2, 3])  # experts, and those that tokens select
+ELSEWHERE = (2, [-2, -1, 0, 1, 2, 3])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+  ("N", "E", "chosen", "products"),
+  [
+    pytest.param(60, *ELSEWHERE, by_xla, id="of four devices, by XLA"),
+    slow(75, *ELSEWHERE, interpret, id="of four devices"),
+    slow(75, *SOME_NONE, interpret, id="none selects the second"),
+  ],
+)
+def test_grouped_products_in_a_mixture_match_float64(grouped, monkeypatch, N, E, chosen, products):
+  """Groups that begin inside of tiles, empty ones, rows of experts that are elsewhere."""
+  products(monkeypatch)
+  found = errors(problem(N, 64, 64, E, chosen))
+  assert len(found) == 6
+  assert all(error < 1e-2 for error in found), found
+
+
+@pytest.mark.slow
+def test_grouped_products_are_lowered_for_cuda(grouped):
+  """At the sizes of the benchmark's body: two products, and two gradients of each."""
+  (kernels, x, weights), cotangent, indices = problem(512, 1024, 896, 2, [0, 1])
+  run = lambda *given: gradients(*given, indices, BF16)
+  assert kernels_in(run, (kernels, x, weights), cotangent) == 6
+  assert (
+    kernels_in(jax.vmap(run), *jax.tree.map(lambda z: z[None], ((kernels, x, weights), cotangent)))
+    == 6
+  )
