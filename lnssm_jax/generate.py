@@ -340,9 +340,9 @@ def _read_one(model, blocks, states, tokens):
   """
   states, position = states
   x = model.embed(tokens[:, None], position)
-  new, values = [], layers.first_values(blocks[0], x, states[0], None)
+  new, gifts = [], layers.gifts_of(blocks[0], x, states[0], None, model.shared)
   for block, state in zip(blocks, states, strict=True):
-    x, state = layers.with_first_values(block, values)(x, state)
+    x, state = layers.given(block, gifts)(x, state)
     new.append(state)
   position = None if position is None else position + 1
   return (new, position), model.logits(model.norm(x).astype(model.dtype))[:, 0]

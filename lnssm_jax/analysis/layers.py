@@ -53,12 +53,12 @@ def each_layer(
   if only is not None:
     layers.place(blocks, only)  # raises if it does not exist
   x = None if inputs is None else _embedded(model, inputs, segment_ids)
-  results, values = [], None
+  results, gifts = [], layers.Gifts(None, None, None)
   if x is not None:
-    values = _first_values(*layers.place(blocks, 0), x, segment_ids)
+    gifts = _gifts(*layers.place(blocks, 0), x, segment_ids, model.shared)
   for number in range(model.num_layers if only is None else only + 1):
     wanted = static if only in (None, number) else {"function": _nothing, "options": ()}
-    result, x = _of_block(*layers.place(blocks, number), x, values, segment_ids, **wanted)
+    result, x = _of_block(*layers.place(blocks, number), x, gifts, segment_ids, **wanted)
     results.append(result)
   return results if only is None else results[-1:]
 
@@ -134,8 +134,8 @@ def _of_mixer(mixer, x, segment_ids, *, function, options):
 
 
 @functools.partial(jax.jit, static_argnames=("function", "options"))
-def _of_block(stack: Block, turn, x, values, segment_ids, *, function, options):
-  block = layers.with_first_values(jax.tree.map(lambda leaf: leaf[turn], stack), values)
+def _of_block(stack: Block, turn, x, gifts, segment_ids, *, function, options):
+  block = layers.given(jax.tree.map(lambda leaf: leaf[turn], stack), gifts)
   if x is None:
     return function(block.mixer, None, segment_ids, *options), None
   after, _ = block(x, None, segment_ids)
@@ -143,9 +143,9 @@ def _of_block(stack: Block, turn, x, values, segment_ids, *, function, options):
 
 
 @jax.jit
-def _first_values(stack: Block, turn, x, segment_ids):
+def _gifts(stack: Block, turn, x, segment_ids, shared):
   block = jax.tree.map(lambda leaf: leaf[turn], stack)
-  return layers.first_values(block, x, None, segment_ids)
+  return layers.gifts_of(block, x, None, segment_ids, shared)
 
 
 @jax.jit

@@ -28,6 +28,7 @@ _HOMES = {
   "language_model": ("LanguageModel",),
   "layers": ("REMAT_POLICIES", "aux_loss"),
   "parallel": ("Parallel",),
+  "shared": ("AfterShared",),
   "settings": ("count_parameters",),
   "vision_model": ("VisionModel",),
 }
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
   from lnssm_jax.models.layers import aux_loss as aux_loss
   from lnssm_jax.models.parallel import Parallel as Parallel
   from lnssm_jax.models.settings import count_parameters as count_parameters
+  from lnssm_jax.models.shared import AfterShared as AfterShared
   from lnssm_jax.models.vision_model import VisionModel as VisionModel
 else:
 

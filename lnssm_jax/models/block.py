@@ -17,6 +17,7 @@ from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
 from lnssm_jax.models.options import NONE, channel_options, mixer_class
 from lnssm_jax.models.parallel import Parallel
+from lnssm_jax.models.shared import AFTER_SHARED, AfterShared
 from lnssm_jax.ops.core.states import register_state
 
 
@@ -39,15 +40,15 @@ def make_mixer(
 ) -> Mixer:
   """Builds a mixer; it is given those of `num_heads`, `layer` and `num_layers` that it takes."""
   cls = mixer_class(mixer)
-  place = {"num_heads": num_heads, "layer": layer, "num_layers": num_layers}
-  if cls is Parallel:
-    named = ("dtype", "param_dtype", "rngs")
-    shared: dict[str, Any] = place | {name: options.pop(name) for name in named}
-    parts = {
-      name: make_mixer(name, dim, **(shared | dict(own)))
-      for name, own in options.pop("mixers").items()
+  place: dict[str, Any] = {"num_heads": num_heads, "layer": layer, "num_layers": num_layers}
+  if cls in (Parallel, AfterShared):
+    own: dict[str, Any] = {name: options[name] for name in ("dtype", "param_dtype", "rngs")}
+    options["mixers"] = {
+      name: make_mixer(name, dim, **(place | own | dict(given)))
+      for name, given in options["mixers"].items()
     }
-    return Parallel(parts, **options)
+    if cls is Parallel:
+      return Parallel(**{name: x for name, x in options.items() if name not in own})
   taken = {name: place[name] for name in cls.set_by_model if place[name] is not None}
   build: Any = cls
   return build(dim, **taken, **options)
@@ -63,8 +64,10 @@ class Block(nnx.Module):
 
   Args:
     config: settings of the model; `mixer` and `mixer_options` are those given here.
-    mixer: a name in `MIXERS` or a class, "parallel" or "none".
+    mixer: a name in `MIXERS` or a class, "parallel", "after_shared", which has a norm of its own,
+      or "none".
     channel_mixer, norm_place: those of this layer; None takes the config's.
+    shared: the number of the block of "after_shared".
     layer: counted from 0.
     sequence_axis: as in `LanguageModel`.
   """
@@ -78,6 +81,7 @@ class Block(nnx.Module):
     layer: int | jax.Array,
     channel_mixer: str | None = None,
     norm_place: str = "before",
+    shared: int = 0,
     matrix_std: float | None = None,
     sequence_axis: str | None = None,
     rngs: nnx.Rngs,
@@ -90,9 +94,11 @@ class Block(nnx.Module):
     self.norm_after = norm_place == "after"
     place: dict[str, Any] = {"layer": layer, "num_layers": num_layers}
     own: dict[str, Any] = {"num_heads": config.num_heads} | dict(mixer_options)
+    own |= {"block": shared} if mixer == AFTER_SHARED else {}
     new = lambda: make_mixer(mixer, dim, **place, **own, **dtypes, rngs=rngs)
     both = getattr(config, "direction", "causal") == "both"
-    self.mixer_norm = None if mixer == NONE else new_norm()
+    normed = self.norm_after or mixer != AFTER_SHARED
+    self.mixer_norm = new_norm() if mixer != NONE and normed else None
     mixes: Any = None
     if mixer != NONE:
       mixes = Bidirectional(new, shared=SHARED) if both else new()
@@ -162,7 +168,7 @@ class Block(nnx.Module):
 
   def _input(self, norm, x, added):
     """(the input of a branch, x + added)."""
-    if not self.norm_after:
+    if not self.norm_after and norm is not None:
       return norm.add(x, added, self.dtype)
     x = x if added is None else x + added
     return x, x

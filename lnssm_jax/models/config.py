@@ -16,7 +16,8 @@ class LayersConfig:
     mixer: a name in `lnssm_jax.mixers.MIXERS`, or a subclass of `lnssm_jax.mixers.Mixer`; or
       several, a pattern that the layers repeat: with ("rg_lru", "rg_lru",
       "sliding_window_attention") every third layer is attention. "none" is a layer without one,
-      and "parallel" the sum of several (`models.Parallel`).
+      "parallel" the sum of several (`models.Parallel`), and "after_shared" one after a block that
+      layers share (`models.AfterShared`).
     mixer_options: further keyword arguments of that mixer, such as {"shift": "kvg"}; for a pattern,
       a dictionary of them by the mixer's name, or the name of its class. A mixer's own `num_heads`
       may be among them.

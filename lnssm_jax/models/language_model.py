@@ -18,6 +18,7 @@ from lnssm_jax.models.embedding import Head, check_ids, check_tokens, lookup
 from lnssm_jax.models.initialization import GPT2_STD, INITIALIZATIONS
 from lnssm_jax.models.layers import REMAT_POLICIES, LayerAux, LayerStates, PositionedStates
 from lnssm_jax.models.options import configured, options_by_mixer, pattern_of, table_of
+from lnssm_jax.models.shared import AFTER_SHARED, numbers_of_blocks, shared_blocks
 from lnssm_jax.ops.core.dropout import dropout, token_keys
 from lnssm_jax.ops.core.explicit_axes import REPLICATED, under_auto_axes
 from lnssm_jax.ops.core.halo import step_positions
@@ -80,20 +81,28 @@ class LanguageModel(nnx.Module):
         normal(rngs.params(), (config.learned_positions, dim), param_dtype)
       )
 
-    def block(row, key, layer):
+    own = options.get(AFTER_SHARED)
+    blocks = 1 if own is None else own.get("num_blocks", 1)
+    numbers = numbers_of_blocks(pattern, config.num_layers, blocks)
+
+    def block(place, key, layer):
+      row, number = place
       return Block(
         config,
         mixer=row.mixer,
         mixer_options=options[row.mixer],
         channel_mixer=row.channel_mixer,
         norm_place=row.norm_place,
+        shared=number,
         layer=layer,
         matrix_std=start.matrix_std,
         sequence_axis=sequence_axis,
         rngs=nnx.Rngs(key),
       )
 
-    self.blocks = layers.make_blocks(block, table_of(config), config.num_layers, rngs.params())
+    places = list(zip(table_of(config), numbers, strict=True))
+    self.blocks = layers.make_blocks(block, places, config.num_layers, rngs.params())
+    self.shared = None if own is None else shared_blocks(config, own, sequence_axis, rngs)
     self.norm = new_norm()
     if config.tie_embeddings:
       self.head = None
@@ -213,6 +222,7 @@ class LanguageModel(nnx.Module):
     whole = self.remat == "none" and device.default_device().platform == "gpu"
     unroll = self.unroll or (self.num_layers if whole else 1)
     options = {"policy": REMAT_POLICIES[self.remat], "unroll": unroll, "gather": gather}
+    options["shared"] = self.shared
     positions, last = None, None
     if self.positions is not None:
       state, positions, last = self._count(tokens, state, segment_ids)

@@ -18,6 +18,7 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.routing import Aux
 from lnssm_jax.models.block import Block, BlockState
 from lnssm_jax.models.dropout import LayerDropout
+from lnssm_jax.models.shared import AfterShared
 from lnssm_jax.ops.core.dispatch import MADE_BY_KERNELS
 from lnssm_jax.ops.core.states import register_state
 
@@ -90,6 +91,7 @@ def run(
   dropout: LayerDropout | None = None,
   policy: Callable[..., bool] | None,
   unroll: int,
+  shared: Any = None,
   gather: Callable[[Block], Block] | None = None,
   with_aux: bool = False,
   with_state: bool = True,
@@ -101,6 +103,7 @@ def run(
     dropout: of all layers, with a leading axis L; None drops nothing.
     policy: of rematerialization; None keeps everything.
     unroll: layers per iteration of the loop.
+    shared: the blocks that layers share (`shared_blocks`).
     gather: gathers the parameters of a layer that are sharded over devices. The backward pass
       gathers them again: gathered parameters are never residuals.
     with_aux, with_state: whether auxiliary outputs and states are returned; else they are None.
@@ -116,7 +119,7 @@ def run(
   def some_layers(x, inputs):
     new = []
     for block, block_state, drop in inputs:
-      block = with_first_values(block if gather is None else gather(block), values)
+      block = given(block if gather is None else gather(block), gifts)
       if with_aux:
         x, block_state, aux = block.with_aux(x, block_state, segment_ids, dropout=drop)
       else:
@@ -124,11 +127,11 @@ def run(
       new.append((block_state if with_state else None, aux, x if with_streams else None))
     return x, new
 
-  front, front_state, values = stacks[0], states[0], None
+  front, front_state = stacks[0], states[0]
   if hasattr(front.mixer, "first_values"):
     front, front_state = jax.tree.map(lambda leaf: leaf[0], (front, front_state))
     front = front if gather is None else gather(front)
-    values = first_values(front, x, front_state, segment_ids)
+  gifts = gifts_of(front, x, front_state, segment_ids, shared)
   inputs = list(zip(stacks, states, drops, strict=True))
   whole = _count(stacks[-1])
   rest = [place for place in inputs if _count(place[0]) > whole]
@@ -157,24 +160,44 @@ def run(
   return x, _like(blocks, list(new_states)), _like(blocks, list(aux))
 
 
-def first_values(
-  block: Block, x: jax.Array, state: BlockState | None, segment_ids: jax.Array | None
-) -> jax.Array | None:
-  """The values that a model's first block, of one direction, gives its layers, or None.
+class Gifts(NamedTuple):
+  """Values that a model gives its layers besides the stream."""
 
-  They are computed once more than needed: a scan over all layers could only carry them along, and
-  would keep a copy per layer for the backward pass.
+  first_values: jax.Array | None  # of the first block, if its mixer mixes its values with them
+  embedding: jax.Array | None  # the input of the first layer, with `shared`
+  shared: Any  # the blocks that layers share, or None
+
+
+def gifts_of(
+  block: Block,
+  x: jax.Array,
+  state: BlockState | None,
+  segment_ids: jax.Array | None,
+  shared: Any = None,
+) -> Gifts:
+  """The gifts of layers of which `block` is the first, of one direction, and x its input.
+
+  Its values are computed once more than needed: a scan over all layers could only carry them along,
+  and would keep a copy per layer for the backward pass.
   """
-  if not hasattr(block.mixer, "first_values"):
-    return None
-  return block.mixer.values(block.of_mixer(x), None if state is None else state.mixer, segment_ids)
+  values = None
+  if hasattr(block.mixer, "first_values"):
+    of_mixer = None if state is None else state.mixer
+    values = block.mixer.values(block.of_mixer(x), of_mixer, segment_ids)
+  return Gifts(values, None if shared is None else x, shared)
 
 
-def with_first_values(block: Block, values: jax.Array | None) -> Block:
-  """A block whose mixer mixes its values with these, if its kind does."""
-  if values is not None and hasattr(block.mixer, "first_values"):
-    block = jax.tree.map(lambda leaf: leaf, block)  # the given one stays as it is
-    block.mixer.first_values = values
+def given(block: Block, gifts: Gifts) -> Block:
+  """A block whose mixer has what its kind is given; the one passed in stays as it is."""
+  mixes = gifts.first_values is not None and hasattr(block.mixer, "first_values")
+  shares = gifts.shared is not None and isinstance(block.mixer, AfterShared)
+  if mixes or shares:
+    block = jax.tree.map(lambda leaf: leaf, block)
+  if mixes:
+    block.mixer.first_values = gifts.first_values
+  if shares:
+    block.mixer.shared = gifts.shared[str(block.mixer.block)]
+    block.mixer.embedding = gifts.embedding
   return block
 
 

@@ -23,13 +23,14 @@ from lnssm_jax.mixers.common.checks import (
 )
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.parallel import Parallel
+from lnssm_jax.models.shared import AFTER_SHARED, AfterShared
 from lnssm_jax.ops.core.dropout import check_rate
 
 NONE = "none"  # a layer without a mixer, or without a channel mixer
 NORM_PLACES = ("before", "after")
 
 # Arguments of a mixer that the model alone sets.
-_SET_BY_MODEL = {"dim", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
+_SET_BY_MODEL = {"dim", "block", "layer", "num_layers", "dtype", "param_dtype", "rngs"}
 _OF_FLOAT = {
   "norm_eps": lambda name, value: check_norm_eps(value),
   **dict.fromkeys(("embedding_dropout", "residual_dropout", "drop_path"), check_rate),
@@ -70,6 +71,8 @@ def check(config: Any) -> None:
       f"{config.num_layers} needs one of 1 to {config.num_layers}."
     )
   options_by_mixer(pattern, config.mixer_options, config.dim, config.num_heads)
+  if AFTER_SHARED in pattern and not hasattr(config, "vocab_size"):
+    raise ValueError(f"mixer={config.mixer!r:.80}: {AFTER_SHARED!r} is for a LanguageModel only.")
   if not hasattr(config, "channel_mixer"):
     return
   _check_table(config, pattern)
@@ -209,8 +212,8 @@ def mixer_class(mixer: str | type[Mixer]) -> type[Mixer]:
       f"mixer={mixer.__name__} is not a subclass of lnssm_jax.mixers.Mixer; derive it from that "
       "class, or give a name in lnssm_jax.mixers.MIXERS."
     )
-  if mixer == "parallel":
-    return Parallel
+  if mixer in (of_several := {"parallel": Parallel, AFTER_SHARED: AfterShared}):
+    return of_several[mixer]
   note = " Register a mixer of your own first: lnssm_jax.mixers.register(name, Class)."
   return MIXERS[check_choice("mixer", mixer, MIXERS, note=note)]
 
@@ -234,21 +237,25 @@ def check_mixer(
         check_heads(dim, num_heads)
     elif parameters["num_heads"].default is inspect.Parameter.empty:
       raise ValueError(f"num_heads=None: mixer {mixer_name(mixer)!r} has heads; give their number.")
-  if cls is Parallel:
-    _check_parallel(options, dim, num_heads)
+  if cls in (Parallel, AfterShared):
+    _check_parts(mixer_name(mixer), options, dim, num_heads, several=cls is Parallel)
 
 
-def _check_parallel(options: Mapping[str, Any], dim: int, num_heads: int | None) -> None:
-  """Checks the mixers side by side and the names that have scales."""
+def _check_parts(
+  mixer: str, options: Mapping[str, Any], dim: int, num_heads: int | None, *, several: bool
+) -> None:
+  """Checks the mixers in a mixer and the names that have scales."""
   mixers = options.get("mixers", {})
-  if len(mixers) < 2 or not set(mixers) <= set(MIXERS):
+  if (len(mixers) < 2 if several else len(mixers) != 1) or not set(mixers) <= set(MIXERS):
+    wanted = ("two or more mixers", "{'mamba2': {}, 'softmax_attention': {}}")
+    wanted = wanted if several else ("one mixer", "{'mamba2': {}}")
     raise ValueError(
-      f"mixer_options of 'parallel': mixers={mixers!r:.80} must have the options of two or more"
-      " mixers by name, such as {'mamba2': {}, 'softmax_attention': {}}."
+      f"mixer_options of {mixer!r}: mixers={mixers!r:.80} must have the options of {wanted[0]} by"
+      f" name, such as {wanted[1]}."
     )
   for name, own in mixers.items():
     if not isinstance(own, Mapping):
-      raise ValueError(f"mixer_options of 'parallel': {name}={own!r:.80} is no dictionary.")
+      raise ValueError(f"mixer_options of {mixer!r}: {name}={own!r:.80} is no dictionary.")
     check_mixer(name, own, dim, num_heads)
   for scales in ("input_scales", "output_scales"):
     for name in options.get(scales) or {}:

@@ -15,7 +15,6 @@ from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.config import ModelConfig
 from lnssm_jax.models.language_model import LanguageModel
 from lnssm_jax.models.options import NONE, mixer_class, mixer_name, pattern_of
-from lnssm_jax.models.parallel import Parallel
 
 type Settings = ModelConfig | Mapping[str, Any]
 
@@ -152,7 +151,7 @@ def _complete_mixer(
   H = own.get("num_heads", heads) if "num_heads" in cls.set_by_model else None
   own = _defaults(cls) | {n: v for n, v in own.items() if n != "attention_dropout"}
   own.pop("attention_dropout", None)
-  stand_for = {"num_kv_heads": H, "num_value_heads": H, "width": dim}
+  stand_for = {"num_kv_heads": H, "num_value_heads": H, "width": dim, "hidden": 4 * dim}
   stand_for |= {"gate_rank": -(-dim // 16)} if "state_dim" in own else {}
   stand_for |= {"head_dim": dim // H, "value_head_dim": dim // H} if H else {}
   own |= {n: v for n, v in stand_for.items() if n in own and own[n] is None}
@@ -160,9 +159,9 @@ def _complete_mixer(
     own.pop("norm_eps", None)  # of norms that there are not
   if "part_scales" in own:
     own["part_scales"] = list(own["part_scales"] or [1.0] * 5)
-  if cls is Parallel:
+  if "mixers" in own:
     own["mixers"] = {n: _complete_mixer(n, x, dim, heads)[0] for n, x in own["mixers"].items()}
-    for scales in ("input_scales", "output_scales"):
+    for scales in own.keys() & {"input_scales", "output_scales"}:
       own[scales] = dict.fromkeys(own["mixers"], 1.0) | dict(own[scales] or {})
   own = {n: v for n, v in own.items() if n not in cls.set_by_model}
   return own | ({} if H is None else {"num_heads": H}), H

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.models import Block, LanguageModel, ModelConfig
+from lnssm_jax.models import BackboneConfig, Block, LanguageModel, ModelConfig
 from lnssm_jax.models.block import make_mixer
 from lnssm_jax.models.settings import complete
+from lnssm_jax.models.shared import numbers_of_blocks
 
 SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "vocab_size": 5, "mixer": "lrn"}
 BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
@@ -39,6 +40,11 @@ BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
       {"mixer": "parallel", "mixer_options": {"mixers": BOTH | {"lrn": {"widht": 3}}}},
       r"mixer_options of 'lrn'.*'widht'",
     ),
+    ({"mixer": "after_shared"}, "must have the options of one mixer by name"),
+    (
+      {"mixer": "after_shared", "mixer_options": {"mixers": {"lrn": {}}, "block": 1}},
+      "option='block' is unknown",
+    ),
   ],
 )
 def test_layer_table_with_a_wrong_column_raises(settings, message):
@@ -65,6 +71,72 @@ def test_parallel_mixers_are_the_sum_of_each_alone_also_in_documents_and_step_by
   got, want = jax.jit(both)(mixer, x, ids)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   assert mixer.max_length == 16
+
+
+SHARING = {"mixers": {"lrn": {}}, "num_blocks": 2, "hidden": 6, "rank": 2, "attention_rank": 3}
+
+
+def test_blocks_are_shared_in_turn_and_a_pattern_that_would_mix_them_raises():
+  pattern = ("lrn", "after_shared", "after_shared", "lrn", "after_shared")
+  assert numbers_of_blocks(pattern, 5, 2) == [0, 0, 1, 0, 0]
+  assert numbers_of_blocks(pattern[:3], 8, 2) == [0, 0, 1]
+  with pytest.raises(ValueError, match=r"num_blocks=2 .* has 1 layers .* Give it 2 times in a row"):
+    numbers_of_blocks(pattern[:2], 5, 2)
+  with pytest.raises(ValueError, match="is for a LanguageModel only"):
+    BackboneConfig(dim=8, num_layers=2, num_heads=2, mixer="after_shared", mixer_options=SHARING)
+  new = lambda: LanguageModel(
+    **SIZES | {"mixer": "after_shared", "mixer_options": SHARING | {"num_blocks": 1}},
+    rngs=nnx.Rngs(0),
+  )
+  model = jax.eval_shape(new)
+  assert list(model.shared) == ["0"] and model.max_length == 2048
+  with pytest.raises(ValueError, match="the layer is called without its model"):
+    jax.eval_shape(lambda model, x: model.layer(0)(x), model, jnp.zeros((1, 2, 8)))
+
+
+@pytest.mark.slow
+def test_layers_after_shared_blocks_read_them_in_turn_with_the_embedding_and_own_corrections():
+  """By the formula with W + V U in full, whether the sequence is one call or two, in documents."""
+  settings = {"mixer": ("after_shared",) * 2, "mixer_options": {"after_shared": SHARING}}
+  settings |= {"channel_mixer": "none", "embedding_norm": False, "norm": "rms"}
+  model = LanguageModel(**SIZES | settings, rngs=nnx.Rngs(0))
+  graph, params = nnx.split(model, nnx.Param)
+  leaves, tree = jax.tree.flatten(params)
+  draws = np.random.default_rng(0).normal(size=(len(leaves), 200))
+  leaves = [
+    0.5 * np.float32(np.resize(d, x.shape)) + 0.1 for d, x in zip(draws, leaves, strict=True)
+  ]
+  model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+  tokens = jnp.array([[0, 1, 2, 3, 4, 1], [3, 3, 2, 0, 1, 4]])
+  ids = jnp.array([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 2]])
+
+  def both(model, tokens, ids):
+    _, state = model.hidden(tokens[:, :4], None, ids[:, :4])
+    last, _ = model.hidden(tokens[:, 4:], state, ids[:, 4:])
+    x = embedding = model.embed(tokens)
+    for number in range(2):
+      mixer, block = model.layer(number).mixer, model.shared[str(number)]
+      kernel = lambda name, mixer=mixer: getattr(mixer, name).kernel[...]
+      attention = jax.tree.map(lambda leaf: leaf, block.mixer)
+      for part in "qkv":
+        correction = kernel(f"{part}_down_proj") @ kernel(f"{part}_up_proj")
+        getattr(attention, f"{part}_proj").kernel[...] += correction
+      z = block.mixer_norm(jnp.concatenate([x, embedding], axis=-1))
+      n = block.channel_norm(attention(z, None, ids)[0])
+      of = lambda name, block=block, kernel=kernel, n=n: (
+        n
+        @ (
+          getattr(block.channel_mixer, name).kernel[...]
+          + kernel("mlp_down_proj") @ kernel(f"{name}_up_proj")
+        )
+      )
+      hidden = jax.nn.gelu(of("gate"), approximate=False) * of("up")
+      f = hidden @ block.channel_mixer.down.kernel[...]
+      x += mixer.mixer(mixer.norm(x + f @ kernel("shared_proj")), None, ids)[0]
+    return last, model.norm(x)[:, 4:]
+
+  got, want = jax.jit(both)(model, tokens, ids)
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_norm_after_a_branch_and_layers_of_one_branch_follow_their_formulas():

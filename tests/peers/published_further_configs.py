@@ -3,7 +3,10 @@
 Seen whole: Edge0-8B-A1B, a model trained from Ling-3.0-tiny, here without the settings and tensors
 of its own router and of its quantization, and RWKV-4 and Olmo-Hybrid as the programs write them
 that converted the published models. Of Kimi-Linear-48B an exported copy was seen but for its end,
-and of Jamba Reasoning 3B and Falcon-H1-Tiny-90M several copies of parts.
+and of Jamba Reasoning 3B and Falcon-H1-Tiny-90M several copies of parts. Those of Zamba2 have the
+fields that its class of transformers 4.57 writes, and use_shared_mlp_adapter, which copies of parts
+have besides; their sizes and flags are of those copies, and give the published numbers of
+parameters.
 
 Searched for without a file: another one of Bamba (names of all its models, its class, its settings)
 and of RWKV-4 (Pile, Raven and World in all sizes), in code, documentation, issues and pages of
@@ -20,6 +23,54 @@ _OLMO = {
   if x not in ("dtype", "rope_parameters", "transformers_version")
 }
 _NOT_IN_JAMBA_V0_1 = ("num_logits_to_keep", "torch_dtype", "transformers_version")
+_ZAMBA2 = {
+  "adapter_rank": 3,
+  "add_bias_linear": False,
+  "architectures": ["Zamba2ForCausalLM"],
+  "attention_dropout": 0.0,
+  "attention_head_dim": 8,
+  "attention_hidden_size": 16,
+  "bos_token_id": 1,
+  "chunk_size": 256,
+  "eos_token_id": 2,
+  "hidden_act": "gelu",
+  "hidden_size": 8,
+  "hybrid_layer_ids": [2, 4, 5],
+  "initializer_range": 0.02,
+  "intermediate_size": 12,
+  "kv_channels": 4,
+  "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+  "mamba_d_conv": 4,
+  "mamba_d_state": 3,
+  "mamba_expand": 2,
+  "mamba_headdim": 4,
+  "mamba_ngroups": 1,
+  "max_position_embeddings": 16,
+  "model_type": "zamba2",
+  "n_mamba_heads": 4,
+  "num_attention_heads": 2,
+  "num_hidden_layers": 6,
+  "num_key_value_heads": 2,
+  "num_logits_to_keep": 1,
+  "num_mem_blocks": 2,
+  "num_query_groups": 2,
+  "pad_token_id": 0,
+  "rms_norm_eps": 1e-05,
+  "rope_theta": 10000,
+  "time_step_floor": 0.0001,
+  "time_step_limit": None,
+  "time_step_max": 0.1,
+  "time_step_min": 0.001,
+  "torch_dtype": "bfloat16",
+  "use_cache": True,
+  "use_conv_bias": True,
+  "use_long_context": False,
+  "use_mem_eff_path": False,
+  "use_mem_rope": False,
+  "use_shared_attention_adapter": False,
+  "use_shared_mlp_adapter": True,
+  "vocab_size": 16,
+}
 _MOONSHOT = ("configuration_kimi", "modeling_kimi")
 
 FURTHER = {
@@ -92,6 +143,18 @@ FURTHER = {
   "olmo-hybrid-converted-rope": Published(
     "OLMo-core's program that converts Olmo-Hybrid models, of one with rotations",
     _OLMO | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+  ),
+  "zamba2-2.7b": Published("Zyphra/Zamba2-2.7B", _ZAMBA2),
+  "zamba2-1.2b": Published(
+    "Zyphra/Zamba2-1.2B",
+    _ZAMBA2
+    | {
+      "hybrid_layer_ids": [2, 5],
+      "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+      "num_mem_blocks": 1,
+      "use_mem_rope": True,
+      "use_shared_attention_adapter": True,
+    },
   ),
   "falcon-h1-tiny-90m": Published(
     "tiiuae/Falcon-H1-Tiny-90M-Instruct",

@@ -166,6 +166,8 @@ CLASSES = {
     | {"intermediate_size": 40, "layer_types": _TYPES},
     "KimiLinearConfig": _SIZES | {"layer_types": _TYPES},
     "BailingHybridConfig": _SIZES | {"layer_types": _TYPES},
+    "Zamba2Config": _SIZES
+    | {"num_attention_heads": 8, "n_mamba_heads": 9, "layers_block_type": ["mamba", "hybrid"] * 2},
   },
   "fla": {
     "TransformerConfig": _FLA_SIZES,

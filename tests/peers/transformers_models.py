@@ -193,6 +193,18 @@ def cases():
       **options,
     )
   )
+  zamba2 = lambda kinds, **options: transformers.Zamba2ForCausalLM(
+    transformers.Zamba2Config(
+      **SIZES | heads | {"num_hidden_layers": len(kinds)},
+      layers_block_type=kinds,
+      mamba_d_state=3,
+      n_mamba_heads=4,
+      chunk_size=4,
+      adapter_rank=3,
+      attn_implementation="eager",
+      **options,
+    )
+  )
   patch()
   return experts_next_to_others() | {
     "llama": (llama(num_key_value_heads=1, rope_theta=500.0), cached_steps),
@@ -247,6 +259,21 @@ def cases():
     "falcon_h1_norm": (
       falcon_h1(
         mamba_rms_norm=True, tie_word_embeddings=True, projectors_bias=True, mamba_proj_bias=True
+      ),
+      cached_steps,
+    ),
+    "zamba2": (
+      zamba2(["mamba", "hybrid", "mamba", "hybrid", "hybrid"], num_mem_blocks=2),
+      cached_steps,
+    ),
+    "zamba2_adapters": (
+      zamba2(
+        ["mamba", "hybrid"] * 2 + ["mamba"],
+        use_mem_rope=True,
+        use_shared_attention_adapter=True,
+        add_bias_linear=True,
+        mamba_ngroups=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0},
       ),
       cached_steps,
     ),

@@ -21,7 +21,7 @@ CASES += (
   "nemotron_h_biases",
   "nemotron_h_moe_latent",
 )
-CASES += ("olmo_hybrid", "olmo_hybrid_rope")
+CASES += ("olmo_hybrid", "olmo_hybrid_rope", "zamba2", "zamba2_adapters")
 CASES += ("qwen3_5_text", "qwen3_next", "qwen3_next_moe")
 STEP = 1e-6
 

@@ -69,7 +69,9 @@ def test_published_model_in_float64_equals_the_recorded_one(case, tmp_path):
 def saved_cases():
   """Hybrids of fla have one table; one of them is enough by default, as of some others."""
   for case in CASES:
-    like_others = case.endswith(("_attn", "_norm", "_rope", "_h_biases", "_h_moe", "_latent"))
+    like_others = case.endswith(
+      ("_attn", "_adapters", "_norm", "_rope", "_h_biases", "_h_moe", "_latent")
+    )
     like_others = like_others or case in (
       "bailing_hybrid",
       "qwen3_5_moe",

@@ -112,6 +112,19 @@ LARGER = {"hidden_size": 1024, "intermediate_size": 2048, "mamba_d_head": 64, "m
 LARGER |= {"mamba_d_state": 128, "num_hidden_layers": 36, "tie_word_embeddings": False}
 LARGER |= {"vocab_size": 32784}
 
+ZAMBA2 = {"mamba_d_state": 64, "mamba_ngroups": 1, "model_type": "zamba2", "num_mem_blocks": 2}
+HYBRID = [6, 12, 18, 24, 30, 36, 42, 47, 51]
+OF_2_7B = {"hidden_size": 2560, "n_mamba_heads": 80, "num_hidden_layers": 54}
+OF_2_7B["layers_block_type"] = ["hybrid" if i in HYBRID else "mamba" for i in range(54)]
+OF_1_2B = {"hidden_size": 2048, "mamba_d_state": 128, "n_mamba_heads": 64, "num_hidden_layers": 38}
+OF_1_2B |= {"num_mem_blocks": 1, "use_mem_rope": True, "use_shared_attention_adapter": True}
+OF_1_2B["layers_block_type"] = ["mamba" if (i + 1) % 6 else "hybrid" for i in range(38)]
+OF_7B = {"hidden_size": 3584, "mamba_ngroups": 2, "n_mamba_heads": 112, "num_hidden_layers": 81}
+OF_7B |= {"use_mem_rope": True}
+OF_7B["layers_block_type"] = [
+  "hybrid" if i == 6 or (i > 6 and i % 6 == 5) else "mamba" for i in range(81)
+]
+
 RWKV = {"hidden_size": 768, "model_type": "rwkv", "num_hidden_layers": 12, "vocab_size": 50277}
 
 # {model: (its settings, its parameters / 1e9 without heads of further tokens)}
@@ -125,6 +138,9 @@ SIZES = {
   "Bamba-9B": (BAMBA, "9.78"),
   "Falcon-H1-Tiny-90M": (FALCON_H1, "0.091"),
   "Falcon-H1-0.5B": (FALCON_H1 | LARGER, "0.521"),
+  "Zamba2-1.2B": (ZAMBA2 | OF_1_2B, "1.215"),
+  "Zamba2-2.7B": (ZAMBA2 | OF_2_7B, "2.662"),
+  "Zamba2-7B": (ZAMBA2 | OF_7B, "7.36"),
   "rwkv-4-169m-pile": (RWKV, "0.169"),
   "rwkv-4-430m-pile": (RWKV | {"hidden_size": 1024, "num_hidden_layers": 24}, "0.430"),
 }
@@ -185,6 +201,9 @@ def test_published_settings_are_those_of_tables_written_again():
       {"rope_scaling": {"type": "linear", "factor": 2.0}},
       "rope_scaling={.*is not implemented",
     ),
+    (ZAMBA2 | OF_2_7B, {"use_long_context": True}, "use_long_context=True is not implemented"),
+    (ZAMBA2 | OF_2_7B, {"hybrid_layer_ids": HYBRID[1:]}, "hybrid_layer_ids=.* is not the layers"),
+    (ZAMBA2 | OF_2_7B, {"num_mem_blocks": 10}, "num_mem_blocks=10 is more than the 9 layers that"),
     (NEMOTRON, {"mlp_bias": True}, "mlp_bias=True is not implemented"),
   ],
 )

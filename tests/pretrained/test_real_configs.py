@@ -17,7 +17,7 @@ from tests.pretrained.published import GOLDEN, REAL, real, recorded, write_folde
 LAYOUTS = {"hf", "fla", "mamba_ssm"}
 # Those of families whose logits and bytes other default tests compare.
 SLOW = ("nemotron", "jamba", "kimi", "ling", "olmo", "falcon-h1", "granite", "lfm2.5", "qwen3-next")
-SLOW += ("qwen2.5-7b-instruct-1m", "rwkv7", "rwkv-4-converted", "bamba-9b-4.57", "flame")
+SLOW += ("zamba2", "qwen2.5-7b-instruct-1m", "rwkv7", "rwkv-4-converted", "bamba-9b-4.57", "flame")
 _logits = jax.jit(lambda model, tokens: model(tokens)[0])
 
 

@@ -1,4 +1,4 @@
-"""Runs whose layers are a table: mixers side by side, layers of one branch, two channel mixers."""
+"""Runs whose layers are a table: mixers side by side, a shared block, two channel mixers."""
 
 import jax
 import numpy as np
@@ -10,8 +10,11 @@ from train.runs.run_folder import RunFolder
 PARTS = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 64}}
 TABLE = {
   "model__num_layers": 4,
-  "model__mixer": ("parallel", "none", "lrn"),
-  "model__mixer_options": {"parallel": {"mixers": PARTS, "output_scales": {"lrn": 0.5}}},
+  "model__mixer": ("parallel", "none", "after_shared"),
+  "model__mixer_options": {
+    "parallel": {"mixers": PARTS, "output_scales": {"lrn": 0.5}},
+    "after_shared": {"mixers": {"lrn": {}}, "hidden": 16, "rank": 2, "max_length": 64},
+  },
   "model__channel_mixer": ("none", "moe", "swiglu"),
   "model__channel_hidden": 16,
   "model__channel_mixer_options": {"moe": {"num_experts": 4, "hidden": 8, "balance_bias": True}},

@@ -22,7 +22,7 @@ import jax
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer
-from lnssm_jax.models import MixtureOfExperts
+from lnssm_jax.models import AfterShared, MixtureOfExperts
 from lnssm_jax.models.options import NONE, mixer_class
 from train import config
 from train.step.model import build_model
@@ -56,12 +56,16 @@ def model_flops_per_token(model: config.Model, sequence_length: int) -> int | No
   products = kernel_entries(built)
   if model.tie_embeddings:
     products += model.dim * model.vocab_size
+  if built.shared is not None:  # each layer that uses a block multiplies by its kernels
+    products -= kernel_entries(built.shared)
   total = 2.0 * products
   for place in range(len(pattern)):
     stack = built.blocks if len(pattern) == 1 else built.blocks[str(place)]
     layers = len(range(place, model.num_layers, len(pattern)))
     if stack.mixer is not None:
       total += layers * mixer_recurrence(stack.mixer, sequence_length)
+    if isinstance(stack.mixer, AfterShared):
+      total += layers * 2.0 * kernel_entries(built.shared[str(stack.mixer.block)])
   return round(total)
 
 

@@ -37,6 +37,7 @@ from lnssm_jax.pretrained.families.rwkv4 import RWKV4
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
 from lnssm_jax.pretrained.families.rwkv7 import RWKV7
 from lnssm_jax.pretrained.families.table import Family
+from lnssm_jax.pretrained.families.zamba2 import ZAMBA2
 from lnssm_jax.pretrained.manifest import ExportError
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -71,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
   KIMI_LINEAR,
   LING,
   FALCON_H1,
+  ZAMBA2,
   *FLA,
   RWKV6,
   RWKV7,

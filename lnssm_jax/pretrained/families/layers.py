@@ -43,7 +43,10 @@ def parameters(
   pattern = [mixer] if isinstance(mixer, str) else list(mixer)
   for name, shape in shapes.items():
     if not name.startswith("blocks."):
-      yield Parameter(name, shape, False, [_pieces(family, settings, name, name, shape, 0)])
+      first, *keys = name.split(".")
+      number = int(keys.pop(0)) if first == "shared" else 0
+      row = ".".join([first, *keys])
+      yield Parameter(name, shape, False, [_pieces(family, settings, name, row, shape, number)])
       continue
     _, *keys = name.split(".")
     place = int(keys.pop(0)) if len(pattern) > 1 else 0
@@ -64,7 +67,8 @@ def _pieces(family, settings, name, row, shape, layer) -> list[Piece]:
     if layer < found.since:
       continue
     for one in _of_experts(found, shape[0]) if found.theirs.count("{}") > 1 else [found]:
-      pieces.append(_piece(one, settings, shape, layer, row.startswith("blocks.")))
+      piece = _piece(one, settings, shape, layer, row.startswith("blocks."))
+      pieces.append(piece._replace(theirs=family.tensor(settings, piece.theirs)))
   return pieces
 
 

@@ -47,7 +47,8 @@ def by_heads(mixer: str) -> Callable[[Mapping[str, Any]], View]:
 class Row(NamedTuple):
   """Where one of our parameters, or a part of it, is in a published file.
 
-  `{}` in `theirs` is the number of a layer, a second one that of an expert. A parameter of a layer
+  `{}` in `theirs` is the number of a layer, or of a block that layers share, and a second one that
+  of an expert. A parameter of a layer
   whose tensor has no `{}` is a row of it: that tensor has a leading axis of layers.
   """
 
@@ -119,6 +120,7 @@ class Family:
       it stands for the numbers of layers after the last.
     older_tensors: {part of a tensor's name in older files: today's}.
     other_rows: rows that files may have in place of those of `rows`; they are only read.
+    tensor: the name of a tensor in files with these settings, where it is not the row's.
     has: whether a config.json of this `model_type` is of this table, where there are several.
     longest: the most tokens of a sequence for which a config.json says what is implemented; None
       where that does not depend on it.
@@ -136,6 +138,7 @@ class Family:
   renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
   older_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
   other_rows: Rows = dataclasses.field(default_factory=dict)
+  tensor: Callable[[Mapping[str, Any], str], str] = lambda settings, name: name
   has: Callable[[Mapping[str, Any]], bool] = lambda config: True
   longest: Callable[[Config], int | None] = lambda config: None
 
