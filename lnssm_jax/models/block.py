@@ -1,7 +1,7 @@
 """One layer of a model: a time mixer, then a channel mixer, each after a norm."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from lnssm_jax.models.bidirectional import SHARED, Bidirectional
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS, MixtureOfExperts
 from lnssm_jax.models.config import BackboneConfig, ModelConfig
 from lnssm_jax.models.dropout import AFTER_CHANNEL_MIXER, AFTER_MIXER, LayerDropout
-from lnssm_jax.models.options import NONE, channel_options, mixer_class
+from lnssm_jax.models.options import NONE, channel_options, limits_of_layers, mixer_class
 from lnssm_jax.models.parallel import Parallel
 from lnssm_jax.models.shared import AFTER_SHARED, AfterShared
 from lnssm_jax.ops.core.states import register_state
@@ -68,6 +68,7 @@ class Block(nnx.Module):
       or "none".
     channel_mixer, norm_place: those of this layer; None takes the config's.
     shared: the number of the block of "after_shared".
+    alike: the numbers of the layers of this place in the pattern, which are all made alike.
     layer: counted from 0.
     sequence_axis: as in `LanguageModel`.
   """
@@ -82,6 +83,7 @@ class Block(nnx.Module):
     channel_mixer: str | None = None,
     norm_place: str = "before",
     shared: int = 0,
+    alike: Sequence[int] = (),
     matrix_std: float | None = None,
     sequence_axis: str | None = None,
     rngs: nnx.Rngs,
@@ -109,7 +111,7 @@ class Block(nnx.Module):
     else:
       self.channel_norm = new_norm()
       given = place if issubclass(channel_mixer_class, Mixer) else {}
-      given |= channel_options(config)[chosen]
+      given |= limits_of_layers(channel_options(config)[chosen], alike, num_layers)
       self.channel_mixer = channel_mixer_class(dim, **given, **dtypes, rngs=rngs)
     if matrix_std is not None:
       branches = sum(branch is not None for branch in (mixes, self.channel_mixer))

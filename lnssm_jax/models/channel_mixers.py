@@ -7,7 +7,7 @@ experts also has `with_aux`, as mixers do.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,17 @@ from flax import nnx
 
 from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
-from lnssm_jax.mixers.common.checks import check_choice, check_layer, check_positive, check_rngs
+from lnssm_jax.mixers.common.checks import (
+  check_choice,
+  check_layer,
+  check_positive,
+  check_rngs,
+  check_soft_cap,
+)
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.common.routing import Aux, check_coefficient, check_selected
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
-from lnssm_jax.models.experts import NUM_EXPERTS, Router, mixture
+from lnssm_jax.models.experts import NUM_EXPERTS, Router, mixture, product_of
 from lnssm_jax.ops.core.precision import wide
 
 
@@ -108,6 +114,8 @@ class GatedMLP(nnx.Module):
     use_bias: whether the three projections have biases, zero at first.
     activation: a name in `ACTIVATIONS`; None takes the class's own.
     gate_scale, output_scale: factors of W_gate x, with its bias, and of the output (Falcon-H1).
+    limit: the largest activation(W_gate x), and the largest modulus of W_up x; None for none. Of a
+      model it may be a list with that of each layer, 0 for none.
   """
 
   usual_width: Callable[[int], int]
@@ -123,12 +131,14 @@ class GatedMLP(nnx.Module):
     activation: str | None = None,
     gate_scale: float = 1.0,
     output_scale: float = 1.0,
+    limit: float | Sequence[float] | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
     check_rngs(type(self).__name__, rngs)
     self.gate_scale, self.output_scale = gate_scale, output_scale
+    self.limit = check_soft_cap("limit", limit)
     hidden = _width(dim, hidden, self.usual_width)
     activation = self.usual_activation if activation is None else activation
     self.activation = check_choice("activation", activation, ACTIVATIONS)
@@ -154,7 +164,7 @@ class GatedMLP(nnx.Module):
       if self.gate.bias is not None:
         gate, up = (y + layer.bias[...] for y, layer in ((gate, self.gate), (up, self.up)))
     gate = gate if self.gate_scale == 1 else gate * self.gate_scale
-    hidden = ACTIVATIONS[self.activation](gate) * up
+    hidden = product_of(ACTIVATIONS[self.activation], gate, up, self.limit)
     y = self.down(hidden.astype(self.dtype))
     return y if self.output_scale == 1 else y * self.output_scale
 
@@ -209,6 +219,7 @@ class MixtureOfExperts(nnx.Module):
     balance: coefficient of the balance loss (`mixers.common.routing.balance`); 0 leaves it out.
     balance_bias: whether a bias per expert, float32 and zero at first, is added to scores for the
       selection only. The optimizer moves it by a constant rate against the load of its expert.
+    limit, shared_limit: `limit` of the gated MLPs of the experts, and of that of all tokens.
     activation: a name in `ACTIVATIONS`.
 
   Kernels start as those of `SwiGLU`.
@@ -240,6 +251,8 @@ class MixtureOfExperts(nnx.Module):
     groups_per_token: int = 1,
     balance: float = 0.01,
     balance_bias: bool = False,
+    limit: float | Sequence[float] | None = None,
+    shared_limit: float | Sequence[float] | None = None,
     activation: str | None = None,
     dtype=jnp.float32,
     param_dtype=jnp.float32,
@@ -259,6 +272,9 @@ class MixtureOfExperts(nnx.Module):
       raise ValueError(
         "shared_gate=True needs shared_hidden, the hidden channels of what it gates."
       )
+    if not gated and (limit, shared_limit) != (None, None):
+      raise ValueError(f"limit={limit} and shared_limit={shared_limit} are of gated experts only.")
+    self.limit = check_soft_cap("limit", limit)
     self.num_experts, self.dtype = num_experts, jnp.dtype(dtype)
     kind = check_choice("router", router, ("softmax", "sigmoid"))
     eps = weight_eps if normalize_weights else None
@@ -277,7 +293,9 @@ class MixtureOfExperts(nnx.Module):
     self.latent_down = None if inner is None else linear(dim, inner, **dtypes)
     self.latent_up = None if inner is None else linear(inner, dim, **dtypes)
     self.router_bias = nnx.Param(jnp.zeros(num_experts)) if balance_bias else None
-    self.shared = None if shared_hidden is None else mlp(dim, hidden=shared_hidden, rngs=rngs)
+    of_shared: dict[str, Any] = {"limit": shared_limit} if gated else {}
+    new_shared = lambda: mlp(dim, hidden=shared_hidden, **of_shared, rngs=rngs)
+    self.shared = None if shared_hidden is None else new_shared()
     self.shared_gate = linear(dim, 1, param_dtype=param_dtype) if shared_gate else None
 
   @property
@@ -304,7 +322,8 @@ class MixtureOfExperts(nnx.Module):
     kernels = tuple(layer.kernel[...].astype(self.dtype) for layer in self._layers)
     activation = ACTIVATIONS[self.experts.activation]
     tokens = tokens if self.latent_down is None else self.latent_down(tokens)
-    y = mixture(kernels, activation, tokens, weights, indices, self.num_experts).astype(self.dtype)
+    routed = tokens, weights, indices, self.num_experts, self.limit
+    y = mixture(kernels, activation, *routed).astype(self.dtype)
     y = (y if self.latent_up is None else self.latent_up(y)).reshape(x.shape)
     if self.shared is not None:
       shared = self.shared(x)

@@ -72,6 +72,16 @@ class Router(NamedTuple):
     return self.weight_scale * weights, indices, aux
 
 
+def product_of(
+  activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array, limit: float | None
+) -> jax.Array:
+  """activation(gate) * up, with a limit min(activation(gate), limit) * clip(up, -limit, limit)."""
+  hidden = activation(gate)
+  if limit is not None:
+    hidden, up = jnp.minimum(hidden, limit), jnp.clip(up, -limit, limit)
+  return hidden * up
+
+
 def mixture(
   kernels: tuple[jax.Array, ...],
   activation: Callable[[jax.Array], jax.Array],
@@ -79,6 +89,7 @@ def mixture(
   weights: jax.Array,
   indices: jax.Array,
   num_experts: int,
+  limit: float | None = None,
 ) -> jax.Array:
   """sum_j weights_j W_down (activation(W_gate x) * W_up x) over a token's experts, float32 [N, D].
 
@@ -88,17 +99,19 @@ def mixture(
       dtype, with float32 sums.
     x: [N, D].
     weights, indices: [N, k], of all E = `num_experts`.
+    limit: of the two factors, as of `product_of`.
   """
   here = len(kernels[0])
   if here == num_experts:
-    return _of_these(kernels, activation, x, weights, indices)
+    return _of_these(kernels, activation, limit, x, weights, indices)
   gathered = (jax.lax.all_gather(a, AXIS, tiled=True) for a in (x, weights, indices))
   x, weights, indices = gathered
-  y = _of_these(kernels, activation, x, weights, indices - here * jax.lax.axis_index(AXIS))
+  indices = indices - here * jax.lax.axis_index(AXIS)
+  y = _of_these(kernels, activation, limit, x, weights, indices)
   return jax.lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
 
 
-def _of_these(kernels, activation, x, weights, indices):
+def _of_these(kernels, activation, limit, x, weights, indices):
   """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0."""
   (N, k), count, dtype = indices.shape, len(kernels[0]), kernels[0].dtype
   rows = N * k
@@ -128,7 +141,7 @@ def _of_these(kernels, activation, x, weights, indices):
     copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1).astype(dtype)
     into = product(_moved(copies, source, target), into_kernel)
     hidden, *up = jnp.split(into, len(kernels) - 1, axis=-1)
-    hidden = activation(hidden) * up[0] if up else activation(hidden)
+    hidden = product_of(activation, hidden, up[0], limit) if up else activation(hidden)
     y = product(hidden.astype(dtype), down_kernel)
     return _moved(y, target, source).reshape(N, k, -1)
 

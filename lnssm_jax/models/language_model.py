@@ -86,7 +86,7 @@ class LanguageModel(nnx.Module):
     numbers = numbers_of_blocks(pattern, config.num_layers, blocks)
 
     def block(place, key, layer):
-      row, number = place
+      row, number, alike = place
       return Block(
         config,
         mixer=row.mixer,
@@ -94,13 +94,15 @@ class LanguageModel(nnx.Module):
         channel_mixer=row.channel_mixer,
         norm_place=row.norm_place,
         shared=number,
+        alike=alike,
         layer=layer,
         matrix_std=start.matrix_std,
         sequence_axis=sequence_axis,
         rngs=nnx.Rngs(key),
       )
 
-    places = list(zip(table_of(config), numbers, strict=True))
+    alike = [range(place, config.num_layers, len(pattern)) for place in range(len(pattern))]
+    places = list(zip(table_of(config), numbers, alike, strict=True))
     self.blocks = layers.make_blocks(block, places, config.num_layers, rngs.params())
     self.shared = None if own is None else shared_blocks(config, own, sequence_axis, rngs)
     self.norm = new_norm()

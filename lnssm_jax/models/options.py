@@ -125,6 +125,30 @@ def channel_options(config: Any) -> dict[str, dict[str, Any]]:
   return by_kind
 
 
+def limits_of_layers(options: Mapping[str, Any], layers: Sequence[int], num_layers: int) -> Any:
+  """`options` of a channel mixer in these layers: of a list, the limit that they have; 0 is None.
+
+  Raises:
+    ValueError: a list has another length, or the layers, of one place in a pattern, have several.
+  """
+  found = dict(options)
+  for name in ("limit", "shared_limit"):
+    if not isinstance(given := options.get(name), list | tuple):
+      continue
+    if len(given) != num_layers:
+      raise ValueError(
+        f"{name}={given!r:.80} has {len(given)} numbers, but num_layers={num_layers}."
+      )
+    of_layers = {given[layer] for layer in layers or range(num_layers)}
+    if len(of_layers) > 1:
+      raise ValueError(
+        f"{name}={given!r:.80}: layers of one place in the pattern of mixers have"
+        f" {' and '.join(map(str, sorted(of_layers)))}; give a longer pattern."
+      )
+    found[name] = of_layers.pop() or None
+  return found
+
+
 def _check_table(config: Any, pattern: Sequence[Any]) -> None:
   """Checks the columns of `table_of`."""
   for name, known in (("channel_mixer", CHANNEL_MIXERS), ("norm_place", NORM_PLACES)):

@@ -8,6 +8,8 @@ from flax import nnx
 
 from lnssm_jax.models import BackboneConfig, Block, LanguageModel, ModelConfig
 from lnssm_jax.models.block import make_mixer
+from lnssm_jax.models.experts import product_of
+from lnssm_jax.models.options import limits_of_layers
 from lnssm_jax.models.settings import complete
 from lnssm_jax.models.shared import numbers_of_blocks
 
@@ -40,6 +42,7 @@ BOTH = {"lrn": {}, "softmax_attention": {"num_kv_heads": 1, "max_length": 16}}
       {"mixer": "parallel", "mixer_options": {"mixers": BOTH | {"lrn": {"widht": 3}}}},
       r"mixer_options of 'lrn'.*'widht'",
     ),
+    ({"channel_mixer": "swiglu", "channel_mixer_options": {"limit": "4"}}, "limit='4' is of type"),
     ({"mixer": "after_shared"}, "must have the options of one mixer by name"),
     (
       {"mixer": "after_shared", "mixer_options": {"mixers": {"lrn": {}}, "block": 1}},
@@ -159,6 +162,33 @@ def test_norm_after_a_branch_and_layers_of_one_branch_follow_their_formulas():
   for got, want in zip(*jax.jit(blocks)(after, alone, x), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   assert alone.mixer is None and alone.mixer_norm is None and alone.init_state(1).mixer is None
+
+
+def test_activations_are_bounded_before_their_product_by_the_limit_of_their_layer():
+  """Of the gate from above, after the activation; of the other factor both ways."""
+  gate, up = (np.float32(np.linspace(*ends, 7)) for ends in ((-3, 3), (4, -5)))
+  silu = gate / (1 + np.exp(-gate))
+  want = np.minimum(silu, 1.5) * np.clip(up, -1.5, 1.5)
+  np.testing.assert_allclose(product_of(jax.nn.silu, gate, up, 1.5), want, rtol=1e-6)
+  np.testing.assert_allclose(product_of(jax.nn.silu, gate, up, None), silu * up, rtol=1e-6)
+  limits = {"limit": [0, 4, 4], "shared_limit": [0, 5.0, 7]}
+  assert limits_of_layers(limits, [1], 3) == {"limit": 4, "shared_limit": 5.0}
+  assert limits_of_layers({"limit": 2.0}, [0, 1], 3) == {"limit": 2.0}
+  assert limits_of_layers(limits, [0], 3) == {"limit": None, "shared_limit": None}
+  with pytest.raises(ValueError, match=r"shared_limit=.* have 5.0 and 7; give a longer pattern"):
+    limits_of_layers(limits, [1, 2], 3)
+  with pytest.raises(ValueError, match=r"limit=.* has 3 numbers, but num_layers=2"):
+    limits_of_layers(limits, [0], 2)
+  settings = {"mixer": ("lrn", "lrn"), "channel_mixer": "moe", "channel_hidden": 4}
+  options = {"limit": [0, 4], "shared_hidden": 3, "shared_limit": [5.0, 0]}
+  new = lambda **more: LanguageModel(
+    **SIZES | settings, channel_mixer_options=options | more, rngs=nnx.Rngs(0)
+  )
+  blocks = jax.eval_shape(new).blocks
+  found = [(blocks[x].channel_mixer.limit, blocks[x].channel_mixer.shared.limit) for x in "01"]
+  assert found == [(None, 5.0), (4, None)]
+  with pytest.raises(ValueError, match=r"limit=None and shared_limit=5\.0 are of gated experts"):
+    jax.eval_shape(lambda: new(gated=False))
 
 
 def test_channel_mixers_of_two_kinds_have_options_of_their_own():

@@ -6,7 +6,8 @@ that converted the published models. Of Kimi-Linear-48B an exported copy was see
 and of Jamba Reasoning 3B and Falcon-H1-Tiny-90M several copies of parts. Those of Zamba2 have the
 fields that its class of transformers 4.57 writes, and use_shared_mlp_adapter, which copies of parts
 have besides; their sizes and flags are of those copies, and give the published numbers of
-parameters.
+parameters. Of Ling-3.0-flash parts were seen: what it has other than Ling-3.0-tiny, among them the
+bounds of activations, here smaller ones, which tiny random numbers reach.
 
 Searched for without a file: another one of Bamba (names of all its models, its class, its settings)
 and of RWKV-4 (Pile, Raven and World in all sizes), in code, documentation, issues and pages of
@@ -120,6 +121,17 @@ FURTHER = {
         "short_conv_kernel_size": 4,
       },
       "num_hidden_layers": 5,
+    },
+  ),
+  "ling-3.0-flash": Published(
+    "inclusionAI/Ling-3.0-flash",
+    HYBRIDS["ling-3.0-tiny"].config
+    | {
+      "expert_swiglu_limit_list": [0, 0, 0, 0.25],
+      "first_k_dense_replace": 2,
+      "num_nextn_predict_layers": 1,
+      "q_lora_rank": None,
+      "share_expert_swiglu_limit_list": [0, 0, 0.25, 0.5],
     },
   ),
   "ling-edge0-8b": Published(

@@ -1,6 +1,7 @@
 """Tiny models of transformers, and how each decodes."""
 
 import inspect
+import types
 
 import torch
 import transformers
@@ -10,6 +11,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.step3p7 import modeling_step3p7 as step3p7
 
 from tests.peers.record_models import cached_steps, rwkv_steps
 
@@ -25,9 +27,30 @@ def patch():
     for name in ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"):
       setattr(module, name, inspect.unwrap(getattr(module, name)))
   bailing_hybrid.BailingHybridAttention.__init__ = _with_low_rank_queries
+  bailing_hybrid.BailingHybridDecoderLayer.__init__ = _with_limits
 
 
 _ATTENTION = bailing_hybrid.BailingHybridAttention.__init__
+_LAYER = bailing_hybrid.BailingHybridDecoderLayer.__init__
+
+
+def _with_limits(self, config, layer_idx):
+  """As in the authors' server of Ling 3.0: the bounds that their class for transformers leaves out.
+
+  They are those of Step 3.7, whose modules have the same tensors.
+  """
+  _LAYER(self, config, layer_idx)
+  if not isinstance(self.mlp, bailing_hybrid.BailingHybridMoE):
+    return
+  limits = {"expert": self.mlp.experts, "share_expert": self.mlp.shared_experts}
+  of_step = {"expert": step3p7.Step3p7Experts, "share_expert": step3p7.Step3p7MLP}
+  for name, module in limits.items():
+    of_layers = getattr(config, f"{name}_swiglu_limit_list", None)
+    if of_layers and of_layers[layer_idx]:
+      module.limit = of_layers[layer_idx]
+      for method in ("forward", "_apply_gate"):
+        if hasattr(of_step[name], method):
+          setattr(module, method, types.MethodType(getattr(of_step[name], method), module))
 
 
 def _with_low_rank_queries(self, config, *args, **options):
@@ -350,8 +373,8 @@ def experts_next_to_others():
     bos_token_id=1,
     eos_token_id=2,
   )
-  ling = transformers.BailingHybridConfig(
-    **common | {"num_hidden_layers": 4, "num_key_value_heads": 2},
+  ling = lambda **options: transformers.BailingHybridConfig(
+    **common | {"num_hidden_layers": 4, "num_key_value_heads": 2} | options,
     layer_group_size=3,
     first_k_dense_replace=1,
     head_dim=4,
@@ -373,7 +396,16 @@ def experts_next_to_others():
     eos_token_id=2,
   )
   return {
-    "bailing_hybrid": (transformers.BailingHybridForCausalLM(ling), cached_steps),
+    "bailing_hybrid": (transformers.BailingHybridForCausalLM(ling()), cached_steps),
+    "bailing_hybrid_limits": (
+      transformers.BailingHybridForCausalLM(
+        ling(
+          expert_swiglu_limit_list=[0, 0, 0.25, 0.25],
+          share_expert_swiglu_limit_list=[0, 0.25, 0.25, 0.5],
+        )
+      ),
+      cached_steps,
+    ),
     "kimi_linear": (transformers.KimiLinearForCausalLM(kimi), cached_steps),
     "lfm2_moe": (transformers.Lfm2MoeForCausalLM(lfm2), cached_steps),
     "jamba": (transformers.JambaForCausalLM(jamba), cached_steps),

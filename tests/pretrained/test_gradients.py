@@ -13,6 +13,7 @@ from tests.pretrained.published import recorded, write
 CASES = ("falcon_h1", "falcon_h1_norm", "fla_rwkv7", "granitemoehybrid", "granitemoehybrid_moe")
 CASES += (
   "bailing_hybrid",
+  "bailing_hybrid_limits",
   "jamba",
   "kimi_linear",
   "lfm2",

@@ -70,7 +70,7 @@ def saved_cases():
   """Hybrids of fla have one table; one of them is enough by default, as of some others."""
   for case in CASES:
     like_others = case.endswith(
-      ("_attn", "_adapters", "_norm", "_rope", "_h_biases", "_h_moe", "_latent")
+      ("_attn", "_adapters", "_limits", "_norm", "_rope", "_h_biases", "_h_moe", "_latent")
     )
     like_others = like_others or case in (
       "bailing_hybrid",

@@ -87,7 +87,7 @@ KIMI |= {"rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2
 KIMI |= {"tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True}
 KIMI |= {"v_head_dim": 128, "vocab_size": 163840}
 
-# The defaults of the class of transformers: Ling-3.0-flash, without the bounds of its activations.
+# The defaults of the class of transformers: Ling-3.0-flash; the bounds are those of its file.
 LING = {"first_k_dense_replace": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560}
 LING |= {"intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True}
 LING |= {"kv_lora_rank": 512, "layer_group_size": 6, "max_position_embeddings": 262144}
@@ -98,6 +98,8 @@ LING |= {"num_key_value_heads": 32, "num_nextn_predict_layers": 1, "qk_nope_head
 LING |= {"qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 6000000.0}
 LING |= {"routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "topk_group": 4}
 LING |= {"v_head_dim": 128, "vocab_size": 157184}
+LING["expert_swiglu_limit_list"] = [0] * 35 + [4] * 7
+LING["share_expert_swiglu_limit_list"] = [0] * 34 + [5] * 6 + [7] * 2
 
 BAMBA = {"attn_layer_indices": [9, 18, 27], "hidden_size": 4096, "intermediate_size": 14336}
 BAMBA |= {"mamba_d_state": 128, "mamba_n_heads": 128, "model_type": "bamba", "vocab_size": 128256}
@@ -186,8 +188,8 @@ def test_published_settings_are_those_of_tables_written_again():
       {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4},
       "either mlp or moe; it",
     ),
-    (LING, {"expert_swiglu_limit_list": [0] * 41 + [4]}, "trained with MLPs whose activations"),
-    (LING, {"expert_swiglu_limit_list": 4}, "expert_swiglu_limit_list=4 is not implemented"),
+    (LING, {"expert_swiglu_limit_list": [4]}, "limit_list has 1 numbers, but num_hidden_layers=42"),
+    (LING, {"share_expert_swiglu_limit_list": 4}, "limit_list=4 must be a list of numbers, 0 or"),
     (QWEN3_NEXT, {"decoder_sparse_step": 0}, "decoder_sparse_step=0: layers with experts next"),
     (LING, {"rotary_dim": 128}, "rotary_dim=128 is not qk_rope_head_dim = 64"),
     (KIMI, {"quantization_config": {"bits": 4}}, "quantized models are not implemented; load the"),

@@ -91,7 +91,7 @@ def check_finite(name: str, value: float, *, least: float = -math.inf) -> float:
   return value
 
 
-def check_soft_cap(name: str, value: float | None) -> float | None:
+def check_soft_cap(name: str, value: Any) -> float | None:
   """Returns `value`; raises `ValueError` unless it is None or a positive, finite number."""
   if value is not None and not (is_number(value) and 0 < value < math.inf):
     raise ValueError(f"{name}={value!r} must be positive and finite, or None for no cap.")

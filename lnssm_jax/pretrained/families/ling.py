@@ -7,10 +7,12 @@ and saves W_o of KDA by the name of attention's. Lightning attention of Ling 2.x
 """
 
 import dataclasses
+from typing import Any
 
 from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained.families.fields import (
   Config,
+  Field,
   Fixed,
   Same,
   agree,
@@ -22,7 +24,7 @@ from lnssm_jax.pretrained.families.fields import (
   size,
   whole,
 )
-from lnssm_jax.pretrained.families.hybrids import ATTENTION
+from lnssm_jax.pretrained.families.hybrids import ATTENTION, of_layers, pattern
 from lnssm_jax.pretrained.families.kimi_linear import (
   KIMI_LINEAR,
   kda,
@@ -71,16 +73,16 @@ def _normal(config: Config) -> Config:
     raise ExportError(f"kda_safe_gate={safe!r:.80} must be bool.")
   if not is_number(bound):
     raise ExportError(f"kda_lower_bound={bound!r:.80} must be a number.")
-  for name in _LIMITS:
-    limits = config.pop(name, None) or []
-    if not isinstance(limits, list) or any(limits):
-      raise ExportError(
-        f"{name}={limits!r:.80} is not implemented: some layers were trained with MLPs whose"
-        " activations have these bounds, and a layer here has none."
-      )
+  limits = {name: _limits(name, config.pop(name, None), L) for name in _LIMITS}
   # Of KDA; in files of transformers 5.23, which writes it, head_dim is the width of the rotation.
   width = whole(usual | config, "linear_head_dim")
   config = kimi_linear(usual | config)
+  if bounded := {name: x for name, x in limits.items() if x is not None}:
+    # Layers of one place in a pattern have one bound.
+    columns = [of_layers(config, x) for x in ("mixers", "channel_mixers")]
+    rows = pattern([*zip(*columns, *bounded.values(), strict=True)])
+    config |= {"mixers": [row[0] for row in rows], "channel_mixers": [row[1] for row in rows]}
+  config |= limits
   rotated = config["qk_rope_head_dim"]
   agree(config, "rotary_dim", rotated, "qk_rope_head_dim")
   share = rotated / width
@@ -91,6 +93,16 @@ def _normal(config: Config) -> Config:
       config[name] = rope
   config = rotary(config, usual_length=262144, default=6e6)
   return config | {"lower_bound": float(bound) if safe else None}
+
+
+def _limits(name: str, limits: Any, L: int) -> list[float] | None:
+  """The bounds of activations in each layer, 0 for none; None if there are none."""
+  limits = [] if limits is None else limits
+  if not isinstance(limits, list) or not all(is_number(x) and x >= 0 for x in limits):
+    raise ExportError(f"{name}={limits!r:.80} must be a list of numbers, 0 or more.")
+  if any(limits) and len(limits) != L:
+    raise ExportError(f"{name} has {len(limits)} numbers, but num_hidden_layers={L}.")
+  return limits if any(limits) else None
 
 
 def _written(config: Config) -> Config:
@@ -128,6 +140,10 @@ LING = dataclasses.replace(
     "routed_scaling_factor": number(f"{_MOE}.weight_scale", 2.5),
     "num_expert_group": size(f"{_MOE}.num_groups", 8),
     "topk_group": size(f"{_MOE}.groups_per_token", 4),
+    **{
+      name: Field(f"{_MOE}.{ours}", (list, type(None)), None)
+      for name, ours in zip(_LIMITS, ("limit", "shared_limit"), strict=True)
+    },
     "lower_bound": number_or_none(f"{_KDA}.lower_bound"),
     "rope_theta": number(f"{ATTENTION}.rotary_base"),
     "rope_scaling": Fixed(None, written=False),
