@@ -30,6 +30,8 @@ SMALL = [
   Case(T=130, K=64, V=200),
   Case(T=1000, K=72, V=80, decay="extreme", erase=True, segments=True),
   Case(T=4100, K=128, V=128, decay="ordinary", H=3),
+  # Splits, of more columns of values than of keys.
+  Case(T=4100, K=64, V=128, decay="weak"),
   # A decay per key channel.
   Case(T=65, K=64, V=128, decay="weak", channels=True, segments=True),
   Case(T=300, K=128, V=64, decay="uneven", channels=True),

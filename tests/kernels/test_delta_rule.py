@@ -97,11 +97,14 @@ def test_decays_and_rates_from_none_to_everything():
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", inputs)
 
 
-def test_splits_that_run_at_the_same_time(monkeypatch):
+@pytest.mark.parametrize(
+  ("K", "V"), [(16, 80), pytest.param(100, 24, marks=pytest.mark.slow)], ids=["V", "K"]
+)
+def test_splits_that_run_at_the_same_time(monkeypatch, K, V):
   """Values and all gradients, where the initial state passes the first split, and where not."""
   monkeypatch.setattr(config, "num_splits", lambda *_: 2)
   documents_begin_at(monkeypatch, [65], [40])
-  case = Case(T=66, K=100, V=24, H=1, chunk=None, decay="weak", segments=True)
+  case = Case(T=66, K=K, V=V, H=1, chunk=None, decay="weak", segments=True)
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
 
 

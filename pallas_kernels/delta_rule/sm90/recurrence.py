@@ -631,10 +631,10 @@ class _Cta:
     for source, target in zip(sources, targets, strict=True):
       if source is not None:
         plgpu.copy_gmem_to_smem(source, target, barrier)
-    V = ins.v.shape[-1]
+    K = ins.k.shape[-1]
     for number in range(run.consumers):
       column = self.first_column + number * TILE_WIDTH
-      columns = pl.ds(lax.rem(column, jnp.int32(V)) if run.maps else column, TILE_WIDTH)
+      columns = pl.ds(jnp.maximum(column - K, 0) if run.maps else column, TILE_WIDTH)
       source = ins.v.at[b, tokens, shared_head(h, H, ins.v), columns]
       plgpu.copy_gmem_to_smem(source, targets.v.at[number], barrier)
 
