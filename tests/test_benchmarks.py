@@ -160,8 +160,8 @@ def test_the_picture_has_cases_of_both_libraries_and_right_results_only(tmp_path
 def test_served_texts_are_those_of_generate_then_timed():
   pytest.importorskip("uvicorn", reason="the extra `serve` is not installed: no uvicorn")
   sizes = "dim=64,num_layers=2,vocab_size=300,channel_hidden=128"
-  options = ["--clients", "8", "--new", "16", "--prompt", "16", "--rounds", "1"]
-  row = serving.main(["--body", "gla", "--sizes", sizes, *options])
+  options = ["--slots", "8", "--clients", "8", "--new", "16", "--prompt", "16", "--rounds", "2"]
+  (row,) = serving.main(["--body", "gla", "--sizes", sizes, *options])
   assert row["equal"] == 8 and row["ratio"] == pytest.approx(
     row["serve"] / row["generate"], abs=1e-3
   )

@@ -64,6 +64,9 @@ class Continuation:
     return self.text[: self._fed - held]
 
   def _extend(self, tokens: list[int]) -> None:
+    if len(self._window) > _WINDOW and self._fed == len(self.text):
+      self._done, self._window = self.text, _tail(self._tokenizer, self._window)
+      self._base = self._tokenizer.decode(self._window)
     self._window += tokens
     whole, done = self._tokenizer.decode(self._window), len(self._done)
     new = whole[_common(self._base, whole) :]
@@ -81,9 +84,6 @@ class Continuation:
     for _, beginning in self._until:
       beginning.feed(self.text[self._fed : final])
     self._fed = final
-    if len(self._window) > _WINDOW and final == len(self.text):
-      self._done, self._window = self.text, _tail(self._tokenizer, self._window)
-      self._base = self._tokenizer.decode(self._window)
 
   def _find(self, searched: int) -> None:
     """Ends the text before the first of `until`; none is in the first `searched` characters."""

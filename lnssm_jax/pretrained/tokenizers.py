@@ -254,7 +254,8 @@ class FileTokenizer:
     return [token.content for token in tokens if token.special]
 
   def decode(self, ids: Iterable[int]) -> str:
-    kept = [int(i) for i in ids if i != self.end_of_text]
+    end = self.end_of_text
+    kept = [i for i in map(int, ids) if i != end]
     with _library(f"the tokenizer {self.spec} cannot decode"):
       return self._inner.decode(kept, skip_special_tokens=False)
 

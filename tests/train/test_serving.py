@@ -30,7 +30,7 @@ from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
 from train.data import DataError, load_tokenizer
 from train.serving import app, command, front, requests
-from train.serving.engine import Engine
+from train.serving.engine import Engine, News
 from train.serving.link import Busy, Link
 
 for _name in ("starlette", "jinja2"):
@@ -422,6 +422,26 @@ def test_device_that_fails_ends_all_texts(loaded, monkeypatch):
   thread.join()
   assert str(engine.failure) == "the device is gone"
   assert [(drawn.row, drawn.ended) for drawn in ended] == [(row, "failed") for row in rows[:2]]
+
+
+def test_long_prompt_waits_for_an_engine_that_reads_later(loaded):
+  """It is more than the connection holds, which the event loop of HTTP must not cut."""
+  (here, there), loop_factory = Pipe(), uvicorn.Config(None).get_loop_factory()
+  there.send(News([], {}, {}))
+  row = Row(np.zeros(1 << 17, int), loaded.options(max_tokens=1))
+
+  async def received():
+    link = Link(here, loaded.model, slots=1, queue=0)
+    link.open(lambda: None)
+    link.submit([row], lambda _: None)
+    try:
+      receive = asyncio.get_running_loop().run_in_executor(None, there.recv)
+      return await asyncio.wait_for(receive, 20)
+    finally:
+      here.close()  # ends `receive`
+
+  ((number, new),) = asyncio.run(received(), loop_factory=loop_factory)
+  assert number == 0 and len(new.prompt) == 1 << 17
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from train.serving import requests
 from train.serving.link import Busy, Link
 
 _MAX_BODY = 1 << 22  # bytes
+_SHORT = 1 << 12  # bytes of a body whose text is encoded sooner than a thread begins
 _PATIENCE = 30.0  # seconds for a body
 _RETRY = {"Retry-After": "1"}
 # Of requests, at once. The event loop shares Python's lock with them: more would have it wait for
@@ -100,14 +101,14 @@ async def _answer(
   chat: ChatTemplate | DataError | None,
   http: HttpRequest,
 ) -> Response:
-  body = await _body(http)
+  body, size = await _body(http)
   if body.get("model") not in (None, name):
     raise HttpError(404, f"model={body['model']!r:.80} is not served; this is {name!r}.")
   limits = {"most_texts": link.queue, "most_tokens": most_tokens}
   try:
-    # Encoding of a long text takes its time.
     read = functools.partial(requests.parse, body, loaded, chat, **limits)
-    asked = await asyncio.get_running_loop().run_in_executor(readers, read)
+    loop = asyncio.get_running_loop()
+    asked = read() if size <= _SHORT else await loop.run_in_executor(readers, read)
     choices = _Choices(loaded, link, asked)
     choices.submit()
   except ValueError as error:
@@ -117,22 +118,16 @@ async def _answer(
   form = _Form(name, chat is not None)
   if asked.stream:
     return _Stream(choices, form, asked.usage)
-  gone = asyncio.create_task(_disconnected(http))
-  whole = asyncio.create_task(choices.whole())
+  gone = asyncio.create_task(_until_gone(http, choices))
   try:
-    await asyncio.wait((gone, whole), return_when=asyncio.FIRST_COMPLETED)
-    if not whole.done():
-      raise ClientDisconnect
-    return JSONResponse(form.whole(await whole, choices.usage))
-  except ClientDisconnect:
-    return _gone()
+    return JSONResponse(form.whole(await choices.whole(), choices.usage))
   finally:
+    gone.cancel()
     choices.close()
-    for task in (gone, whole):
-      task.cancel()
 
 
-async def _body(http: HttpRequest) -> dict[str, Any]:
+async def _body(http: HttpRequest) -> tuple[dict[str, Any], int]:
+  """The object of a request's body, and the bytes of that."""
   raw = bytearray()
   try:
     async with asyncio.timeout(_PATIENCE):
@@ -149,12 +144,13 @@ async def _body(http: HttpRequest) -> dict[str, Any]:
     raise HttpError(400, f"the body is no JSON: {error}.") from None
   if not isinstance(body, dict):
     raise HttpError(400, "the body is no object of JSON.")
-  return body
+  return body, len(raw)
 
 
-async def _disconnected(http: HttpRequest) -> None:
+async def _until_gone(http: HttpRequest, choices: "_Choices") -> None:
   while (await http.receive())["type"] != "http.disconnect":
     pass
+  choices.leave()
 
 
 class _Choices:
@@ -165,22 +161,16 @@ class _Choices:
     self._rows = [Row(prompt, asked.options, n) for n, prompt in enumerate(asked.prompts)]
     tokenizer, until = loaded.tokenizer, asked.until
     self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]
-    self._news: asyncio.Queue[Drawn] = asyncio.Queue()
+    self._news: asyncio.Queue[Drawn | None] = asyncio.Queue()  # None: the client has left
     self._left, self._at_once = set(self._rows), not (asked.stream or asked.until)
     self.prompt_tokens, self.new_tokens = sum(len(row.prompt) for row in self._rows), 0
 
   def submit(self) -> None:
-    held = {row: [] for row in self._rows}
+    self._link.submit(self._rows, self._news.put_nowait, at_once=self._at_once)
 
-    def deliver(drawn: Drawn) -> None:
-      if self._at_once:  # nobody reads a part of it
-        held[drawn.row] += drawn.tokens
-        if drawn.ended is None:
-          return
-        drawn = drawn._replace(tokens=held[drawn.row])
-      self._news.put_nowait(drawn)
-
-    self._link.submit(self._rows, deliver)
+  def leave(self) -> None:
+    """Ends `pieces` with a ClientDisconnect."""
+    self._news.put_nowait(None)
 
   def close(self) -> None:
     """Gives up what has not ended."""
@@ -197,7 +187,10 @@ class _Choices:
     """(number of the choice, new text, why it ended or None), as texts grow."""
     shown = [0] * len(self._rows)
     while self._left:
-      row, tokens, ended = await self._news.get()
+      drawn = await self._news.get()
+      if drawn is None:
+        raise ClientDisconnect
+      row, tokens, ended = drawn
       if row not in self._left:
         continue  # it had found one of `until`
       number, text = row.number, self._texts[row.number]

@@ -23,6 +23,7 @@ class New(NamedTuple):
   options: SamplingOptions
   place: int  # `Row.number`
   since: float  # `time.monotonic`, which processes of one machine share
+  at_once: bool  # its tokens are sent when it has ended
 
 
 class News(NamedTuple):
@@ -46,7 +47,8 @@ class Engine:
     self._counts = collections.Counter(dict.fromkeys(COUNTERS, 0))
     self._waiting: dict[int, New] = {}  # the next first
     self._rows: dict[int, Row] = {}
-    self._texts: dict[Row, tuple[int, float]] = {}  # number and `New.since` of the rows
+    # Number and `New.since` of the rows, and the tokens so far of those of `New.at_once`.
+    self._texts: dict[Row, tuple[int, float, list[int] | None]] = {}
 
   def run(self) -> None:
     """Works until the other side closes the connection, or a failure; then closes its own."""
@@ -86,7 +88,8 @@ class Engine:
       new = self._waiting.pop(number := next(iter(self._waiting)))
       row = Row(new.prompt, new.options, new.place)
       self._slots.add(row)
-      self._rows[number], self._texts[row] = row, (number, new.since)
+      self._rows[number] = row
+      self._texts[row] = number, new.since, [] if new.at_once else None
       self._counts["queue_seconds_total"] += time.monotonic() - new.since  # pyrefly: ignore
       self._counts["prompt_tokens_total"] += len(row.prompt)
       self._counts["reused_prompt_tokens_total"] += row.reused
@@ -94,8 +97,7 @@ class Engine:
   def _news(self, drawn: list[Drawn]) -> News:
     counts, now, found = self._counts, time.monotonic(), []
     for row, tokens, ended in drawn:
-      number, since = self._texts[row]
-      found.append((number, tokens, ended))
+      number, since, held = self._texts[row]
       counts["new_tokens_total"] += len(tokens)
       if row.drawn == len(tokens):
         counts["first_tokens_total"] += 1
@@ -103,6 +105,10 @@ class Engine:
       if ended is not None:
         counts["finished_total"] += 1
         del self._rows[number], self._texts[row]
+      if held is not None:
+        held += tokens
+      if held is None or ended is not None:
+        found.append((number, tokens if held is None else held, ended))
     gauges: dict[str, Any] = {
       "slots": self._slots.size,
       "slots_used": self._slots.size - self._slots.free,

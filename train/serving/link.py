@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import itertools
+import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -61,6 +63,8 @@ class Link:
     self._number_of: dict[Row, int] = {}
     self._rejected = 0
     self._news: News = connection.recv()
+    # And not delivered yet.
+    self._drawn: OrderedDict[int, tuple[list[int], str | None]] = OrderedDict()
     # Nobody reads while the device compiles, and what is sent then would hold the event loop.
     self._sender, self._sending = ThreadPoolExecutor(1), False
     self._unsent: dict[int, New | None] = {}
@@ -69,23 +73,44 @@ class Link:
     """Begins to deliver tokens, in the running event loop."""
     loop = asyncio.get_running_loop()
 
+    def add(number: int, tokens: list[int], ended: str | None) -> None:
+      before, was = self._drawn.get(number, ([], None))
+      self._drawn[number] = before + tokens, was or ended
+
     def read() -> None:
+      waits = bool(self._drawn)
       try:
-        self._news = self._connection.recv()
+        while True:  # all that has come, which is more than once if the event loop is busy
+          self._news = self._connection.recv()
+          for drawn in self._news.drawn:
+            add(*drawn)
+          if not self._connection.poll():
+            break
       except (EOFError, OSError):
         loop.remove_reader(self._connection.fileno())
-        self.lost, drawn = True, [(number, [], "failed") for number in self._rows]
+        self.lost = True
+        for number in self._rows:
+          add(number, [], "failed")
         when_lost()
-      else:
-        drawn = self._news.drawn
-      for number, tokens, ended in drawn:
+      if not waits:
+        deliver()
+
+    def deliver() -> None:
+      """Of texts that end at once the first is answered before the next: its client asks again."""
+      while self._drawn:
+        number, (tokens, ended) = self._drawn.popitem(last=False)
         if number in self._rows:  # or its client has left
           self._deliver(number, tokens, ended)
+          if ended:
+            loop.call_soon(deliver)
+            break
 
     loop.add_reader(self._connection.fileno(), read)
+    # uvloop has made it one that does not wait for the rest of a long message.
+    os.set_blocking(self._connection.fileno(), True)
 
-  def submit(self, rows: Sequence[Row], deliver: Deliver) -> None:
-    """Queues rows, all or none; `deliver` gets their tokens.
+  def submit(self, rows: Sequence[Row], deliver: Deliver, *, at_once: bool = False) -> None:
+    """Queues rows, all or none; `deliver` gets their tokens, or those of each row `at_once`.
 
     Raises:
       Busy: they do not fit into the queue.
@@ -100,7 +125,7 @@ class Link:
     for row in rows:
       self._number_of[row] = number = next(self._numbers)
       self._rows[number] = row, deliver
-      self._unsent[number] = New(row.prompt, row.options, row.number, now)
+      self._unsent[number] = New(row.prompt, row.options, row.number, now, at_once)
     self._send()
 
   def cancel(self, rows: Sequence[Row]) -> None:
