@@ -91,7 +91,7 @@ def mixture(
   num_experts: int,
   limit: float | None = None,
 ) -> jax.Array:
-  """sum_j weights_j W_down (activation(W_gate x) * W_up x) over a token's experts, float32 [N, D].
+  """sum_j W_down (weights_j activation(W_gate x) * W_up x) over a token's experts, float32 [N, D].
 
   Args:
     kernels: W_gate, W_up [E, D, F] and W_down [E, F, D], or no W_gate for W_down activation(W_up
@@ -137,16 +137,17 @@ def _of_these(kernels, activation, limit, x, weights, indices):
     return checkpoint_name(multiply(rows, kernel), _PRODUCT)
 
   @functools.partial(jax.checkpoint, policy=_PRODUCTS)
-  def outputs(into_kernel, down_kernel, x):
+  def outputs(into_kernel, down_kernel, x, weights):
     copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1).astype(dtype)
     into = product(_moved(copies, source, target), into_kernel)
     hidden, *up = jnp.split(into, len(kernels) - 1, axis=-1)
     hidden = product_of(activation, hidden, up[0], limit) if up else activation(hidden)
-    y = product(hidden.astype(dtype), down_kernel)
-    return _moved(y, target, source).reshape(N, k, -1)
+    # Weighted here, where rows are narrow; then no gradient needs the last products.
+    hidden = _moved(weights.reshape(rows, 1), source, target) * hidden
+    y = _moved(product(hidden.astype(dtype), down_kernel), target, source)
+    return jnp.sum(y.reshape(N, k, -1).astype(weights.dtype), axis=1)
 
-  y = outputs(jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x)
-  return jnp.sum(weights[..., None] * y, axis=1)
+  return outputs(jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x, weights)
 
 
 def _blocks(sizes, rows, dtype):
