@@ -35,7 +35,7 @@ def gradients(inputs, cotangent, indices, dtype):
   """The mixture of experts of these kernels, with its gradients; weights are float32 or wider."""
   kernels, x, weights = inputs
   kernels, x = jax.tree.map(lambda z: jnp.asarray(z, dtype), (tuple(kernels), x))
-  run = lambda *given: experts._of_these(given[0], jax.nn.silu, *given[1:], indices)
+  run = lambda *given: experts._of_these(given[0], jax.nn.silu, None, *given[1:], indices)
   y, back = jax.vjp(run, kernels, x, jnp.asarray(weights, jnp.promote_types(dtype, F32)))
   return y, back(jnp.asarray(cotangent, y.dtype))
 
