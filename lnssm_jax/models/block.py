@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +163,9 @@ class Block(nnx.Module):
     """The same call with the auxiliary output of mixer and experts, None if there is none."""
     mix = None if self.mixer is None else self.mixer.with_aux
     return self._run(mix, x, state, segment_ids, dropout)
+
+  def __getitem__(self, number: int) -> Never:
+    raise TypeError("a block is no list, but a stack of equal layers; model.layer(0) is the first.")
 
   def of_mixer(self, x: jax.Array) -> jax.Array:
     """The input of the mixer, [B, T, D], of that of the block."""

@@ -283,3 +283,5 @@ def test_options_of_a_mixer_of_a_pattern_that_are_no_dictionary_raise(own):
 def test_layer_that_does_not_exist_raises(number):
   with pytest.raises(ValueError, match=rf"layer={number!r} does not exist; there are 4, from 0 to"):
     hybrid(4).layer(number)
+  with pytest.raises(TypeError, match=r"is no list, .*model\.layer\(0\) is the first"):
+    hybrid(4).layer(0)[number]
