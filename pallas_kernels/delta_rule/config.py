@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pallas_kernels.core import device, tuning
 from pallas_kernels.core.wgmma import TILE_WIDTH
 
-KEY_WIDTHS = (64, 128)  # what q and k are padded to
+KEY_WIDTHS = (64, 128, 192, 256)  # what q and k are padded to
 VALUE_WIDTHS = (64, 128)  # what v is padded to
 WIDEST_WRITE_KEY = 64  # what a chunk needs of wider ones would not fit the SMEM
 CHUNK = 64  # tokens, unless a configuration says otherwise
@@ -162,21 +162,23 @@ def default(shape: Shape) -> Config:
   Many heads: all columns of a head in one CTA, so that keys are loaded once. Few: more CTAs.
   """
   two = 2 * TILE_WIDTH
-  wide = shape.value_width == two and shape.many_heads and not shape.write_key
+  narrow = shape.key_width <= two  # registers hold such a state in every one of two consumers
+  wide = narrow and shape.value_width == two and shape.many_heads and not shape.write_key
 
   def recurrence(kernel, wide):
     """With as many stages as the SMEM holds."""
-    tile, registers = (two, (168, 152)) if wide else (TILE_WIDTH, (232, 232))
-    for num_stages in (4, 3, 2):
+    tile, registers = (two, (168, 152)) if wide else (TILE_WIDTH, (232 if narrow else 248, 232))
+    for num_stages in (4, 3, 2, 1):
       config = RecurrenceConfig(tile, num_stages, *registers)
       if Config(config, config, config).smem(shape)[kernel] <= device.current().smem:
         break
     return config
 
+  columns_of_maps = shape.key_width + shape.value_width
   config = Config(
     forward=recurrence("forward", wide),
     reverse=recurrence("reverse", wide),
-    maps=recurrence("split_maps_forward", (shape.key_width + shape.value_width) % two == 0),
+    maps=recurrence("split_maps_forward", narrow and columns_of_maps % two == 0),
   )
   return tuning.tuned("delta_rule", shape.shape_class, config)
 

@@ -32,6 +32,12 @@ SMALL = [
   Case(T=4100, K=128, V=128, decay="ordinary", H=3),
   # Splits, of more columns of values than of keys.
   Case(T=4100, K=64, V=128, decay="weak"),
+  # Wide heads: a state in two reads, values of two heads, one stage for three keys, splits.
+  Case(T=130, K=160, V=200, decay="weak", segments=True),
+  Case(T=300, K=256, V=256, decay="ordinary"),
+  Case(T=1000, K=256, V=64, decay="extreme", erase=True, segments=True),
+  Case(T=4100, K=256, V=128, decay="ordinary"),
+  Case(T=300, K=256, V=64, decay="uneven", channels=True, segments=True),
   # A decay per key channel.
   Case(T=65, K=64, V=128, decay="weak", channels=True, segments=True),
   Case(T=300, K=128, V=64, decay="uneven", channels=True),
@@ -105,6 +111,7 @@ MODELS = [
   (8, 2048, 32, 64, 64, False, False),
   (8, 2048, 16, 128, 128, False, True),
   (8, 2048, 32, 64, 64, True, True, True),
+  (8, 2048, 6, 256, 512, False),
 ]
 
 

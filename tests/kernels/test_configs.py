@@ -113,6 +113,18 @@ PROGRAMS = {
       "gradients": "gradients",
     },
   ),
+  "delta wide": (
+    "delta_rule",
+    heads(256, 256, beta=array(B, T, H, dtype=F32), log_decay=array(B, T, H, 256, dtype=F32))
+    | {"erase_key": array(B, T, H, 256)},
+    {},
+    {
+      "decayed_chunks": "chunks",
+      "recurrence_forward": "forward",
+      "recurrence_reverse": "reverse",
+      "gradients": "gradients",
+    },
+  ),
   "delta ampere": (
     "delta_rule",
     heads(128, 128, beta=array(B, T, H, dtype=F32), log_decay=array(B, T, H, 128, dtype=F32)),

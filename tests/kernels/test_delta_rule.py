@@ -17,6 +17,7 @@ from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
+from pallas_kernels.core import device
 from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend
 from pallas_kernels.delta_rule import config
 from pallas_kernels.delta_rule.triangular_inverse import (
@@ -196,7 +197,9 @@ WIDTHS = tuple(itertools.product((64, 128), repeat=2))  # K, V
     ((128, 128), True, True),
     *(
       pytest.param(*options, marks=pytest.mark.slow)
-      for options in itertools.product(WIDTHS, (False, True), (False, True))
+      for options in itertools.product(
+        (*WIDTHS, (192, 64), (256, 128)), (False, True), (False, True)
+      )
     ),
   ],
 )
@@ -215,6 +218,7 @@ def test_lowers(widths, erase, segments):
     ((128, 128), True, False),
     ((64, 64), False, False),
     ((64, 128), True, True),
+    ((256, 128), True, False),
   ],
 )
 def test_kernels_for_ampere_lower(widths, channels, write):
@@ -230,7 +234,7 @@ def test_kernels_for_ampere_lower(widths, channels, write):
 @pytest.mark.parametrize("erase", [False, True])
 @pytest.mark.parametrize(
   ("widths", "write"),
-  [((128, 128), False), ((64, 64), False), ((64, 64), True), ((64, 128), True)],
+  [((128, 128), False), ((64, 64), False), ((64, 64), True), ((64, 128), True), ((256, 64), False)],
 )
 def test_decays_per_channel_lower(widths, write, erase):
   inputs, ids = arguments(*widths, erase, True, channels=True, write=write)
@@ -240,7 +244,8 @@ def test_decays_per_channel_lower(widths, write, erase):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("K", "channels", "write"), [(128, False, False), (128, True, False), (64, True, True)]
+  ("K", "channels", "write"),
+  [(128, False, False), (128, True, False), (64, True, True), (256, False, False)],
 )
 def test_splits_lower(K, channels, write):
   inputs, ids = arguments(K, 128, False, True, channels=channels, write=write)
@@ -278,7 +283,9 @@ def test_lowers_under_shard_map():
     (Case(T=2, K=64, V=64, chunk=None), F32, XLA),
     (Case(T=2, K=64, V=64, chunk=None), jnp.float16, XLA),
     (Case(T=2, K=64, V=64, chunk=32), BF16, XLA),
-    (Case(T=2, K=129, V=64, chunk=None), BF16, XLA),
+    (Case(T=2, K=257, V=64, chunk=None), BF16, XLA),
+    (Case(T=2, K=256, V=512, erase=True, chunk=None), BF16, ["pallas", *XLA]),
+    (Case(T=2, K=129, V=64, decay="weak", channels=True, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=129, chunk=None), BF16, ["pallas", *XLA]),
     (Case(T=2, K=64, V=64, rates="column", chunk=None), BF16, XLA),
     (Case(T=2, K=64, V=64, decay="weak", channels=True, chunk=None), BF16, ["pallas", *XLA]),
@@ -300,7 +307,7 @@ def test_what_hopper_runs(hopper, case, dtype, expected):
   [
     (SMALL, F32, "q has dtype float32"),
     (dataclasses.replace(SMALL, chunk=32), BF16, "chunk_size=32"),
-    (dataclasses.replace(SMALL, K=129), BF16, "q is 129 wide"),
+    (dataclasses.replace(SMALL, K=257), BF16, "q is 257 wide"),
     (dataclasses.replace(SMALL, rates="column"), BF16, "beta has a rate for each value column"),
     (dataclasses.replace(SMALL, K=65, keys="write"), BF16, "write_key is 65 wide"),
   ],
@@ -309,6 +316,27 @@ def test_what_hopper_runs(hopper, case, dtype, expected):
 def test_what_cannot_run_is_named(case, dtype, message):
   with pytest.raises(NotImplementedError, match=message):
     jax.eval_shape(call_of(DELTA_RULE, case), inputs_of(DELTA_RULE, case, dtype))
+
+
+def test_wide_heads_name_the_smem_that_a_small_gpu_lacks(monkeypatch):
+  small = dataclasses.replace(device.HOPPER, smem=99 * 1024)
+  monkeypatch.setattr(device, "HOPPER", small)
+  able = []
+  for K, erase in itertools.product((128, 192, 193), (False, True)):
+    case = dataclasses.replace(SMALL, K=K, erase=erase)
+    args, options = DELTA_RULE.bind(case, inputs_of(DELTA_RULE, case, BF16))
+    if "pallas_ampere_interpret" in ops.supported(ops.delta_rule, *args, **options):
+      able.append((K, erase))
+  assert able == [(128, False), (128, True), (192, False)]
+  with pytest.raises(NotImplementedError, match="q is 193 wide, for which the kernels need 157696"):
+    ops.delta_rule(*args, **options, implementation="pallas_ampere_interpret")
+
+
+def test_every_width_has_a_configuration_that_fits():
+  flags = itertools.product((1, 200), config.KEY_WIDTHS, config.VALUE_WIDTHS, *[(False, True)] * 2)
+  for heads, K, V, erase, channels in flags:
+    shape = config.Shape(heads, K, V, erase or channels, channels)
+    config.default(shape).check(shape)
 
 
 def test_on_a_cpu_the_kernels_are_not_chosen():

@@ -89,13 +89,14 @@ MANY += [
 ]
 
 # The kernels, interpreted on the CPU: every CTA costs time, so they are few and small.
-# K and V are padded to 64 or 128, T to a multiple of 64.
+# K is padded to a multiple of 64, V to 64 or 128, T to a multiple of 64.
 KERNELS = [
   # More columns of values than one head of the kernels has.
   Case(T=15, K=16, V=136, decay="weak", H=2),
   # Decays that last through whole chunks, and two groups of channels.
   Case(T=150, K=72, V=20, decay="weak", erase=True, segments=True, H=1),
-  Case(T=15, K=16, V=20, decay="weak", erase=True, H=2, shared=2),
+  # Key channels that are read in two turns.
+  Case(T=15, K=136, V=20, decay="weak", erase=True, H=2, shared=2),
   Case(T=15, K=16, V=20, decay="weak", H=2, readers=2),
   # A decay per key channel, and three keys.
   Case(
@@ -108,6 +109,9 @@ KERNELS = [
   ),
 ]
 KERNEL_SWEEP = [
+  Case(T=130, K=256, V=136, decay="weak", H=1),
+  Case(T=66, K=200, V=24, decay="weak", channels=True, erase=True, segments=True, H=1),
+  Case(T=130, K=192, V=24, decay="ordinary", erase=True, segments=True, H=1),
   Case(T=66, K=16, V=20, decay="weak", channels=True, segments=True, keys="early", H=1),
   Case(T=130, K=16, V=24, decay="extreme", channels=True, erase=True, keys="before", H=1),
   Case(T=130, K=64, V=80, decay="lasting", channels=True, segments=True, keys="write", H=1),
@@ -198,7 +202,7 @@ DELTA_RULE = Scan(
     *(_on_kernels(case) for case in KERNEL_SWEEP),
     *(
       _on_kernels(case, "pallas_ampere_interpret")
-      for case in KERNELS + KERNEL_SWEEP[:6] + KERNEL_SWEEP[6::2]
+      for case in KERNELS + KERNEL_SWEEP[:9] + KERNEL_SWEEP[9::2]
     ),
   ],
   small=Case(T=23, K=3, V=4, decay="ordinary", channels=True, erase=True, chunk=8, state=False),

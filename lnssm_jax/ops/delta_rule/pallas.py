@@ -50,6 +50,29 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
   return None
 
 
+def unsupported_ampere(inputs: Inputs, options: Options) -> str | None:
+  """`unsupported`, by the kernels for all GPUs since Ampere on the current device."""
+  reason = unsupported(inputs, options)
+  if reason is not None or _decodes(inputs, options):
+    return reason
+  K, gpu = inputs.q.shape[-1], device.current()
+  writes = inputs.write_key is not None
+  separate = inputs.erase_key is not None or _has_channels(inputs, options)
+  shape = config.Shape(1, _padded(K), _WIDEST_VALUE, separate, write_key=writes)
+  needed = max(config.AmpereConfig().smem(shape).values())
+  if needed > gpu.smem:
+    return (
+      f"q is {K} wide, for which the kernels need {needed} bytes of SMEM per CTA, and the "
+      f"{gpu.kind} has {gpu.smem}"
+    )
+  return None
+
+
+def _padded(K: int) -> int:
+  """The width to which K key channels are padded."""
+  return next(width for width in config.KEY_WIDTHS if width >= K)
+
+
 def _decodes(inputs: Inputs, options: Options) -> bool:
   """Whether `decode` runs these arguments; its own limits are in its `unsupported`."""
   q, k, v, beta, log_decay, erase_key, write_key, state, _ = inputs
@@ -95,7 +118,7 @@ def run(
   architecture = device.running(architecture)
   q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
-  wide_k = next(width for width in config.KEY_WIDTHS if width >= K)
+  wide_k = _padded(K)
   wide_v = next((width for width in config.VALUE_WIDTHS if width >= V), _WIDEST_VALUE)
   groups = -(-V // wide_v)
   if architecture == device.AMPERE:

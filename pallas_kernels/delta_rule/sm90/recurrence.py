@@ -61,6 +61,8 @@ from pallas_kernels.core.wgmma import (
 from pallas_kernels.delta_rule.config import RecurrenceConfig
 from pallas_kernels.delta_rule.types import AFTER, BEFORE, CUMULATIVE, DECAY, RATE
 
+_WIDEST_READ = 2 * TILE_WIDTH  # columns of a state that are left operands at the same time
+
 
 class Stage(NamedTuple):
   """Inputs of a chunk: whole arrays, their GMEM references, or tiles in SMEM.
@@ -163,7 +165,8 @@ class _Consumer(NamedTuple):
   """Arguments of a consumer's step, with the state."""
 
   stage: Stage  # v: its own tile
-  give: _HandOver  # functions of a value: fill the tile, and tell the epilogue
+  # Functions of a value and its first column: fill the tile; behind its last, tell the epilogue.
+  give: _HandOver
   wait_free: _HandOver  # functions that return when its tile may be filled
   scores: Any  # function that returns P when the epilogue has computed it; in reverse
   lhs: Callable[[int, jax.Array], Any]  # an operand for the left
@@ -175,24 +178,39 @@ class _Consumer(NamedTuple):
     return v if self.keep is None else v.astype(jnp.float32) * self.keep
 
 
+def _read(backend: Backend, cta: _Consumer, state, keys, work: Callable[[], Any], *more: Dots):
+  """(the result of `work`, what keys read of the state, *more); meanwhile the state is handed over.
+
+  In parts, because the registers would not hold all of a wide state twice.
+  """
+  K, read, results = state.shape[1], None, []
+  for start in range(0, K, _WIDEST_READ):
+    end = min(start + _WIDEST_READ, K)
+    part, last = state[:, start:end], end == K
+    product = cta.lhs(0, part), transpose_ref(keys.at[:, pl.ds(start, end - start)])
+    if start == 0:
+      cta.wait_free.states()
+
+    def meanwhile(start=start, part=part, last=last):
+      cta.give.states(part, start)
+      return work() if last else None
+
+    results = backend.overlapped(meanwhile, Dots([product], read), *(more if last else ()))
+    read = results[1]
+  return results
+
+
 def _forward_step(backend: Backend, chunk: int):
   shape = TILE_WIDTH, chunk
 
   def step(cta: _Consumer, state):
-    stage = cta.stage
-    reads = [Dots([(cta.lhs(0, state), transpose_ref(stage.erase))])]
-    writes = []
+    stage, more, writes = cta.stage, [], []
     if stage.write_key is not None:
       values = cta.lhs(3, cta.values())
-      reads.append(Dots([(values, transpose_ref(stage.write_lower))]))
+      more.append(Dots([(values, transpose_ref(stage.write_lower))]))
       writes = [(values, stage.write_key)]
-    cta.wait_free.states()
-
-    def meanwhile():
-      cta.give.states(state)
-      return None if writes else cta.values()
-
-    v, old, *of_values = backend.overlapped(meanwhile, *reads)
+    work = lambda: None if writes else cta.values()
+    v, old, *of_values = _read(backend, cta, state, stage.erase, work, *more)
     if writes:
       right = of_values[0] - old * stage.cols(RATE, shape)
     else:
@@ -216,15 +234,13 @@ def _reverse_step(backend: Backend, chunk: int):
   def step(cta: _Consumer, adjoint):
     stage, scores = cta.stage, cta.scores()
     d_out = transpose_ref(stage.v)
-    reads = Dots([(cta.lhs(0, adjoint), transpose_ref(stage.k))])
-    cta.wait_free.states()
-
-    def meanwhile():
-      cta.give.states(adjoint)
-      return stage.cols(AFTER, shape)
-
-    after, from_state, from_out = backend.overlapped(meanwhile, reads, Dots([(d_out, scores)]))
-    right = cta.lhs(1, from_state * after + from_out)
+    work = lambda: stage.cols(AFTER, shape)
+    wide = adjoint.shape[1] > _WIDEST_READ  # registers do not hold one more sum
+    of_out = [] if wide else [Dots([(d_out, scores)])]
+    after, from_state, *from_out = _read(backend, cta, adjoint, stage.k, work, *of_out)
+    right = from_state * after
+    right = backend.dot(d_out, scores, right) if wide else right + from_out[0]
+    right = cta.lhs(1, right)
 
     def meanwhile():
       before = stage.cols(BEFORE, shape)
@@ -647,15 +663,17 @@ class _Cta:
     columns = pl.ds(column, TILE_WIDTH)
 
     def give(tile, barrier):
-      def fill(value):
-        tile.at[rows][...] = value.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(barrier)
+      def fill(value, start=0):
+        columns = pl.ds(start, value.shape[1])
+        tile.at[rows, columns][...] = value.astype(jnp.bfloat16)
+        if start + value.shape[1] == tile.shape[1]:
+          plgpu.commit_smem()
+          plgpu.barrier_arrive(barrier)
 
       return fill
 
     wait = lambda barrier: lambda: plgpu.barrier_wait(barrier)
-    gives, waits = _HandOver(*[lambda _: None] * 2), _HandOver(*[lambda: None] * 2)
+    gives, waits = _HandOver(*[lambda *_: None] * 2), _HandOver(*[lambda: None] * 2)
     if run.handed:
       tiles = smem.tiles.states, smem.tiles.corrections
       gives = _HandOver(*map(give, tiles, smem.filled))
