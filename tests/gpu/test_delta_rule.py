@@ -36,7 +36,7 @@ SMALL = [
   Case(T=130, K=160, V=200, decay="weak", segments=True),
   Case(T=300, K=256, V=256, decay="ordinary"),
   Case(T=1000, K=256, V=64, decay="extreme", erase=True, segments=True),
-  Case(T=4100, K=256, V=128, decay="ordinary"),
+  Case(T=4100, K=256, V=64, decay="ordinary", H=1),
   Case(T=300, K=256, V=64, decay="uneven", channels=True, segments=True),
   # A decay per key channel.
   Case(T=65, K=64, V=128, decay="weak", channels=True, segments=True),
@@ -111,7 +111,7 @@ MODELS = [
   (8, 2048, 32, 64, 64, False, False),
   (8, 2048, 16, 128, 128, False, True),
   (8, 2048, 32, 64, 64, True, True, True),
-  (8, 2048, 6, 256, 512, False),
+  (4, 256, 12, 256, 512, False),
 ]
 
 
