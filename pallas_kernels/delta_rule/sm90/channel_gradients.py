@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core.boundaries import DocumentBoundaries, select_rows
+from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.chunk_grid import (
   launch_per_chunk,
   own_token,
@@ -254,6 +254,7 @@ class _Chunk:
     for n, _ in present:
       plgpu.barrier_wait(smem.arrived_barrier.at[n])
     plgpu.barrier_wait(barriers[0])
+    self.document_states = gmem.documents.load_states(at)
     own = self._store_pairs()
     y = transpose_ref(tiles.y)
     from_out, from_y = backend.dots(Dots([(tiles.d_out, smem.state)]), Dots([(y, smem.state)]))
@@ -287,12 +288,12 @@ class _Chunk:
     if tiles.v is not None:
       products += [Dots([(tiles.d_out, transpose_ref(tiles.v))]), Dots([(tiles.v, tiles.y)])]
     products = backend.dots(*products)
-    lower, same = causal_mask(at.size), self.gmem.documents.same_document(at)
+    lower, documents = causal_mask(at.size), self.gmem.documents
     diagonal, own = own_token((at.size, at.size)), []
     for n, key in enumerate(self.keys):
       own.append(jnp.sum(jnp.where(diagonal, products[2 * n], 0.0), axis=1))
       pairs = jnp.where(lower, products[2 * n], products[2 * n + 1])
-      pairs = pairs if same is None else jnp.where(same, pairs, 0.0)
+      pairs = documents.mask_scores(at, pairs, self.document_states)
       key.pairs_smem[...] = pairs.astype(jnp.bfloat16)
     plgpu.commit_smem()
     return own
@@ -330,7 +331,8 @@ class _Chunk:
     """
     C = self.at.size
     signs = f.signs(BEFORE)
-    before = select_rows(self.gmem.documents.sees_entering_state(self.at), f.factor(signs))
+    before = f.factor(signs)
+    before = self.gmem.documents.select_seeing(self.at, self.document_states, before)
     d_q, read = from_out * before, from_y * before
     of_queries = load_tile(self.smem.tiles.q) * d_q
     of_erase = load_tile(self.erase_smem) * (-rate * read)
@@ -444,7 +446,8 @@ class _Chunk:
 
     sums = lax.fori_loop(f.level, LEVELS, merge, sums)
     signs = f.signs(AFTER)
-    after = select_rows(self.gmem.documents.reaches_leaving_state(self.at), f.factor(signs))
+    after = f.factor(signs)
+    after = self.gmem.documents.select_reaching(self.at, self.document_states, after)
     d_keys = [after * load_tile(x) for x in self.stored_smem]
     log_decay, keys = sums.log_decay, tuple(map(jnp.add, sums.keys, d_keys))
     if self.decays:
