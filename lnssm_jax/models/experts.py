@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lnssm_jax.mixers.common.routing import Aux, balance, is_selected
 from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.spmd import vary_alike
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.grouped_products.kernel import grouped_product, unsupported
 
@@ -31,7 +32,6 @@ NUM_EXPERTS = 8  # of a mixture whose options do not say
 # Kept for the backward pass; rows and copies of kernels are made again.
 _PRODUCT = "product of experts"
 _PRODUCTS = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
-GROUPED = False  # whether Hopper multiplies without blocks: not measured yet
 _LARGEST_BLOCK = 512  # rows; each block reads its expert's kernel
 
 
@@ -119,11 +119,11 @@ def _of_these(kernels, activation, limit, x, weights, indices):
   is_of = indices.reshape(-1, 1) == jnp.arange(count)
   seen = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)
   sizes = seen[-1]
-  if GROUPED and unsupported(rows, count, kernels[0].shape[1:], dtype) is None:
+  if unsupported(rows, count, kernels[0].shape[1:], dtype) is None:
     first, places = jnp.cumsum(sizes) - sizes, rows
     # The last expert multiplies the rows of other devices, too: zeros.
     all_rows = sizes.at[-1].add(rows - sizes.sum())
-    multiply = lambda x, kernel: grouped_product(x, kernel, all_rows)
+    multiply = lambda x, kernel: grouped_product(*vary_alike((x, kernel, all_rows)))
   else:
     first, places, multiply = _blocks(sizes, rows, dtype)
 

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax.models import experts
 from pallas_kernels.core import device
 from pallas_kernels.grouped_products import kernel
-from tests.kernels.lowered import kernels_in
+from tests.kernels.lowered import kernels_in, total
 from tests.ops.contract import relative_error
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -51,7 +52,6 @@ def errors(problem):
 @pytest.fixture
 def grouped(monkeypatch):
   """As on a Hopper GPU of two SMs."""
-  monkeypatch.setattr(experts, "GROUPED", True)
   monkeypatch.setattr(device, "unsupported", lambda *_: None)
   monkeypatch.setattr(kernel, "_MIN_ROWS", 1)
   monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(core_count=2)])
@@ -68,18 +68,19 @@ def interpret(monkeypatch):
 def by_xla(monkeypatch):
   """From here on: what the kernels compute."""
 
-  def product(x, matrices, group_sizes, transpose_rhs, **_):
-    matrices = matrices.swapaxes(1, 2) if transpose_rhs else matrices
-    y = jax.lax.ragged_dot(x, matrices, group_sizes)
-    return jnp.where(jnp.arange(len(x))[:, None] < group_sizes.sum(), y, jnp.nan)  # unwritten
+  def product(x, matrices, sizes):
+    y = jax.lax.ragged_dot(x, matrices, sizes)
+    return jnp.where(jnp.arange(len(x))[:, None] < sizes.sum(), y, jnp.nan)  # unwritten
 
-  def gradient(x, dy, group_sizes, **_):
-    last = jnp.cumsum(group_sizes)[:, None]
-    row = jnp.arange(len(x))
-    is_of = (row < last) & (row >= last - group_sizes[:, None])
+  def gradient(x, dy, sizes):
+    last, row = jnp.cumsum(sizes)[:, None], jnp.arange(len(x))
+    is_of = (row < last) & (row >= last - sizes[:, None])
     return jnp.einsum("gr,rd,rf->gdf", is_of.astype(x.dtype), x, dy)
 
-  monkeypatch.setattr(kernel, "_library", lambda: (product, gradient))
+  transposed = lambda dy, matrices, sizes: product(dy, matrices.swapaxes(1, 2), sizes)
+  monkeypatch.setattr(kernel, "_product", product)
+  monkeypatch.setattr(kernel, "_product_transposed", transposed)
+  monkeypatch.setattr(kernel, "_gradient", gradient)
 
 
 SOME_NONE = (4, [0, 2, 3])  # experts, and those that tokens select
@@ -101,6 +102,26 @@ def test_grouped_products_in_a_mixture_match_float64(grouped, monkeypatch, N, E,
   found = errors(problem(N, 64, 64, E, chosen))
   assert len(found) == 6
   assert all(error < 1e-2 for error in found), found
+
+
+def test_grouped_products_sum_gradients_of_kernels_over_rows_on_several_devices(
+  grouped, monkeypatch
+):
+  """Of two devices for rows and two for experts, which have types of their own under shard_map."""
+  by_xla(monkeypatch)
+  (kernels, x, weights), _, indices = problem(64, 64, 64, 4, [0, 1, 2, 3])
+  mesh = AbstractMesh((2, 2), ("data", experts.AXIS), axis_types=(AxisType.Auto,) * 2)
+  of_experts, of_rows = PartitionSpec(experts.AXIS), PartitionSpec(("data", experts.AXIS))
+
+  def gradient(kernels, x, weights, indices):
+    run = lambda kernels: experts.mixture(kernels, jax.nn.silu, x, weights, indices, 4)
+    return jax.grad(lambda kernels: total(run(kernels)))(kernels)
+
+  specs = of_experts, of_rows, of_rows, of_rows
+  sharded = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=of_experts)
+  kernels = tuple(jnp.asarray(kernel, BF16) for kernel in kernels)
+  found = jax.eval_shape(sharded, kernels, jnp.asarray(x, BF16), jnp.asarray(weights, F32), indices)
+  assert [g.shape for g in found] == [kernel.shape for kernel in kernels]
 
 
 @pytest.mark.slow

@@ -212,7 +212,8 @@ def lowered(function, form, *shapes):
   program = function if hasattr(function, "trace") else jax.jit(function)
   if form != "pallas":
     return program.trace(*shapes).lower(lowering_platforms=("cpu",))
-  with mock.patch.object(jax, "local_devices", lambda **_: [HOPPER]):
+  devices = dict.fromkeys(("devices", "local_devices"), lambda *_, **__: [HOPPER])
+  with mock.patch.multiple(jax, **devices):
     return program.trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
@@ -254,10 +255,12 @@ def mlir_bytes(text: str) -> bytes:
 def kernel_text(module: bytes) -> str:
   """A Mosaic GPU kernel's code without its name and locations."""
   from jax._src.interpreters import mlir
+  from jax._src.lib import mosaic_gpu_dialect
   from jax._src.lib.mlir import ir
 
   context = mlir.make_ir_context()
   context.allow_unregistered_dialects = True
+  mosaic_gpu_dialect.register_dialect(context)  # types of kernels of JAX's own
   with context:
     text = ir.Module.parse(module, context=context).operation.get_asm(enable_debug_info=False)
   name = re.search(r"^module @(\S+)", text, re.MULTILINE).group(1)
