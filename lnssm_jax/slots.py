@@ -26,7 +26,7 @@ from lnssm_jax.prefill import default_prefill_chunk, extend
 from lnssm_jax.sampling import SamplingOptions
 
 # Tokens of each row per call of the device: a text joins or leaves after so many.
-_STEPS = 4
+_STEPS = 8
 # Prompts that new ones are compared with, and what they must have in common to keep its state.
 _RECENT, _SHORTEST_SHARED = 32, 16
 
