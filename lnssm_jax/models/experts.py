@@ -24,8 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from lnssm_jax.mixers.common.routing import Aux, balance, is_selected
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.spmd import vary_alike
+from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
-from pallas_kernels.grouped_products.kernel import grouped_product, unsupported
 
 AXIS = "expert"
 NUM_EXPERTS = 8  # of a mixture whose options do not say
@@ -119,7 +119,8 @@ def _of_these(kernels, activation, limit, x, weights, indices):
   is_of = indices.reshape(-1, 1) == jnp.arange(count)
   seen = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)
   sizes = seen[-1]
-  if unsupported(rows, count, kernels[0].shape[1:], dtype) is None:
+  grouped_product = _grouped_product(rows, count, kernels[0].shape[1:], dtype)
+  if grouped_product is not None:
     first, places = jnp.cumsum(sizes) - sizes, rows
     # The last expert multiplies the rows of other devices, too: zeros.
     all_rows = sizes.at[-1].add(rows - sizes.sum())
@@ -148,6 +149,16 @@ def _of_these(kernels, activation, limit, x, weights, indices):
     return jnp.sum(y.reshape(N, k, -1).astype(weights.dtype), axis=1)
 
   return outputs(jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x, weights)
+
+
+def _grouped_product(rows, count, widths, dtype):
+  """JAX's kernels for groups of rows, imported where a GPU has them; None if they do not fit."""
+  if device.unsupported() is not None:
+    return None
+  from pallas_kernels.grouped_products import kernel
+
+  fits = kernel.unsupported(rows, count, widths, dtype) is None
+  return kernel.grouped_product if fits else None
 
 
 def _blocks(sizes, rows, dtype):

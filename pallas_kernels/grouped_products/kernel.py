@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
 from pallas_kernels.core.wgmma import traced_once
 
@@ -48,10 +47,7 @@ def _tiles(m: int, n: int) -> dict[str, int]:
 
 
 def unsupported(rows: int, groups: int, widths: tuple[int, ...], dtype: Any) -> str | None:
-  """Why the kernels do not multiply `rows` rows with matrices of these widths, or None."""
-  reason = device.unsupported()
-  if reason is not None:
-    return reason
+  """Why Hopper's kernels do not multiply `rows` rows with matrices of these widths, or None."""
   if dtype != jnp.bfloat16:
     return f"the kernels multiply bfloat16, and not {dtype}"
   if any(width % _ALIGNED for width in widths):

@@ -35,7 +35,7 @@ def test_mixtures_on_gpu_match_float64_and_repeat_bits(N, D, F, E, chosen):
     jax.tree.map(lambda z, d=d: jnp.asarray(z, d), x) for x, d in zip(inputs, dtypes, strict=True)
   ]
   arrays = narrow, jnp.asarray(cotangent, jnp.float32), jnp.asarray(indices)
-  assert experts.unsupported(2 * N, E, (D, F), BF16) is None
+  assert experts._grouped_product(2 * N, E, (D, F), BF16) is not None
   program = compiled(functools.partial(gradients, dtype=BF16), *arrays)
   same = compiled(same_bits, program.out_info, program.out_info)
   with alone:
