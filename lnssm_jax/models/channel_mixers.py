@@ -163,6 +163,10 @@ class GatedMLP(nnx.Module):
       gate, up = both[..., 0], both[..., 1]
       if self.gate.bias is not None:
         gate, up = (y + layer.bias[...] for y, layer in ((gate, self.gate), (up, self.up)))
+    return self.output(gate, up)
+
+  def output(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The output [..., D] of W_gate x and W_up x, [..., hidden] with their biases."""
     gate = gate if self.gate_scale == 1 else gate * self.gate_scale
     hidden = product_of(ACTIVATIONS[self.activation], gate, up, self.limit)
     y = self.down(hidden.astype(self.dtype))

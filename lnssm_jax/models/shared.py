@@ -14,7 +14,7 @@ from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_groups, check_heads, check_positive
 from lnssm_jax.mixers.common.norms import RMSNorm
 from lnssm_jax.mixers.common.projections import Linear
-from lnssm_jax.models.channel_mixers import ACTIVATIONS, GeGLU
+from lnssm_jax.models.channel_mixers import GeGLU
 from lnssm_jax.ops import attention
 from lnssm_jax.ops.core.dropout import fold
 from lnssm_jax.ops.core.precision import wide
@@ -93,8 +93,7 @@ class SharedBlock(nnx.Module):
     y, state = parts.mixer(y, state, segment_ids, dropout_key=dropout_key)
     y = self.channel_norm(y, dtype=self.dtype)
     mlp = parts.channel_mixer
-    hidden = ACTIVATIONS[mlp.activation](mlp.gate(y)) * mlp.up(y)
-    return mlp.down(hidden.astype(self.dtype)), state
+    return mlp.output(mlp.gate(y), mlp.up(y)), state  # corrected layers have no kernels to stack
 
 
 class AfterShared(Mixer[tuple[Any, Any]]):

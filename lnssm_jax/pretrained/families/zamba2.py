@@ -51,11 +51,8 @@ def _both(name: str) -> tuple[str, str]:
 
 def _normal(config: Config) -> Config:
   config = {"num_hidden_layers": 54, "max_position_embeddings": 4096, "hidden_size": 2560} | config
-  L, D, types = (
-    count_of_layers(config),
-    whole(config, "hidden_size"),
-    config.pop("layers_block_type", None),
-  )
+  L, D = count_of_layers(config), whole(config, "hidden_size")
+  types = config.pop("layers_block_type", None)
   if types is None:
     raise ExportError("layers_block_type is missing.")
   if isinstance(types, list):
@@ -87,10 +84,8 @@ def _normal(config: Config) -> Config:
   if inner % heads:
     raise ExportError(f"n_mamba_heads={heads} does not divide mamba_expand hidden_size = {inner}.")
   agree(config, "mamba_headdim", inner // heads, "mamba_expand hidden_size / n_mamba_heads")
-  rank, corrected = (
-    whole(config, "adapter_rank", 128),
-    config.pop("use_shared_attention_adapter", False),
-  )
+  rank = whole(config, "adapter_rank", 128)
+  corrected = config.pop("use_shared_attention_adapter", False)
   if not isinstance(corrected, bool):
     raise ExportError(f"use_shared_attention_adapter={corrected!r:.80} must be bool.")
   if config.get("time_step_limit") is None:
