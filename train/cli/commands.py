@@ -25,6 +25,9 @@ _MAX_PROMPT = 2**26  # bytes
 
 def fit(options: argparse.Namespace) -> int | None:
   """Trains a model; with --print-config or --dry-run only describes the run."""
+  for name in ("tokens_per_second", "interconnect"):
+    if getattr(options, name) is not None and not options.dry_run:
+      raise ValueError(f"--{name.replace('_', '-')} is for --dry-run; add it, or leave it out.")
   if not (options.print_config or options.dry_run):
     code = functools.partial(code_of, stopped_code=options.stopped_code)
     with StopSignal(code) as stop:  # from here on, as what follows may take minutes
@@ -40,7 +43,7 @@ def fit(options: argparse.Namespace) -> int | None:
   from train.cluster import distributed
 
   distributed.join()
-  dry_run.describe(cfg)
+  dry_run.describe(cfg, options.tokens_per_second, options.interconnect)
   return None
 
 

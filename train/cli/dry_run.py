@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from lnssm_jax.files import buckets
 from lnssm_jax.files.buckets import Bucket
@@ -17,15 +18,22 @@ from train.cluster.device_mesh import make_mesh
 from train.data import preflight
 from train.logging import run_summary
 from train.logging.console import Console, short
-from train.step import flops, memory
+from train.step import flops, memory, scaling
 from train.step.model import check_length, model_graph
 from train.step.optimizer import weight_decay_mask
 from train.step.state import abstract_state
 from train.trainer import check_memory, compile_step
 
+ASSUMED_MFU = 0.4  # of one device whose speed is not given
 
-def describe(cfg: config.Train) -> None:
+
+def describe(
+  cfg: config.Train, tokens_per_second: float | None = None, interconnect: str | None = None
+) -> None:
   """Prints devices, parameters, memory per device and FLOPs per step of a run with config `cfg`.
+
+  Of a mesh of several devices, or with one of the other arguments, also what `train.step.scaling`
+  predicts.
 
   Memory is the compiler's plan for the training step: arguments (parameters, optimizer, batch),
   results that do not reuse arguments, and temporaries. It excludes prefetched batches and the copy
@@ -66,6 +74,9 @@ def describe(cfg: config.Train) -> None:
   check_memory(cfg, mesh, compiled, console)
   tokens = cfg.global_batch * cfg.seq_len
   per_token = flops.model_flops_per_token(cfg.model, cfg.seq_len)
+  if mesh.size > 1 or tokens_per_second is not None or interconnect is not None:
+    for line in prediction(cfg, mesh, per_token, tokens_per_second, interconnect or "nvlink"):
+      console.say(line)
   if per_token is None:
     pattern = [cfg.model.mixer] if isinstance(cfg.model.mixer, str) else cfg.model.mixer
     without = ", ".join(dict.fromkeys(filter(flops.no_formula, pattern)))
@@ -76,6 +87,43 @@ def describe(cfg: config.Train) -> None:
     f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
     f"{model / mesh.size:.4g} per device"
   )
+
+
+def prediction(
+  cfg: config.Train,
+  mesh: Mesh,
+  per_token: int | None,
+  tokens_per_second: float | None,
+  interconnect: str,
+) -> list[str]:
+  """The predicted step of a mesh, and a table of efficiencies on up to 1,024 devices.
+
+  Args:
+    per_token: model FLOPs of the forward pass, or None.
+    tokens_per_second: measured on one device; None: of an assumed utilization.
+  """
+  gpu = scaling.gpu_of(mesh.devices.flat[0].device_kind)
+  source = "given"
+  if tokens_per_second is None and per_token is not None:
+    tokens_per_second = ASSUMED_MFU * flops.PEAK_FLOPS[gpu] / (flops.TRAINING_FACTOR * per_token)
+    source = f"assumed, {ASSUMED_MFU:.0%} MFU: --tokens-per-second has what was measured"
+  if tokens_per_second is None or cfg.optimizer.lora_rank is not None:
+    return []  # without a speed, or with few gradients
+  model = scaling.Scaling(cfg, tokens_per_second, gpu, interconnect)
+  tokens = cfg.global_batch * cfg.seq_len / mesh.size
+  sizes = dict(mesh.shape)
+  seconds, links = model.step_seconds(sizes), scaling.INTERCONNECTS[interconnect].description
+  rows = {"of linear": [f"{count:>7,}" for count in scaling.COUNTS]} | {
+    name: [f"{x:7.3f}" for x in found] for name, found in model.table(tokens).items()
+  }
+  of_one = f"one: {tokens_per_second:,.0f} tokens/s ({source})"
+  return [
+    f"predicted   {1e3 * seconds:,.1f} ms per step, {mesh.size * tokens / seconds:,.0f} tokens/s, "
+    f"{model.efficiency(sizes):.3f} of linear",
+    f"            {mesh.size} x {gpu}, {links}; {of_one}",
+    f"            with {tokens:,.0f} tokens each, accumulate={cfg.accumulate}, on more devices:",
+    *(f"            {name:<18}{''.join(found)}" for name, found in rows.items()),
+  ]
 
 
 def weight_decay(rate: float, params: Any) -> str:

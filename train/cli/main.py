@@ -159,6 +159,18 @@ def _add_fit(added: Commands) -> None:
     help="compare every byte of the token files with their digests, not only samples",
   )
   fit.add_argument(
+    "--tokens-per-second",
+    type=float,
+    metavar="N",
+    help="with --dry-run: of one device, from which the speed of many is predicted",
+  )
+  fit.add_argument(
+    "--interconnect",
+    metavar="NAME",
+    help="with --dry-run: of the devices that are predicted: nvlink (the default), "
+    "nvlink-ethernet, pcie",
+  )
+  fit.add_argument(
     "--profile",
     metavar="START:STOP",
     help="write a profiler trace of these steps to RUN/traces; during a run, "
