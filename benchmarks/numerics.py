@@ -87,13 +87,13 @@ def measure(name: str, lengths=LENGTHS) -> list[dict]:
 
 
 def forms(scan, case, inputs) -> list[str]:
-  """The forms that the contract runs and that can run this case.
+  """The forms that can run this case, as preferred.
 
   Without the step-by-step one and the interpreted kernels, which would take hours.
   """
   args, options = scan.bind(case, inputs)
-  able = {*dispatch.supported(scan.function, *args, **options)} - {"reference", "pallas_interpret"}
-  return [name for name in dict.fromkeys(c.implementation for c in scan.checks) if name in able]
+  able = dispatch.supported(scan.function, *args, **options)
+  return [name for name in able if name != "reference" and not name.endswith("_interpret")]
 
 
 def summary(rows: list[dict]) -> str:

@@ -1,7 +1,7 @@
-"""The scans of `lnssm_jax.ops`, described for the contract: one file each."""
+"""The scans of `lnssm_jax.ops`, described for tests and benchmarks: one file each."""
 
 from lnssm_jax.ops.attention.cases import ATTENTION
-from lnssm_jax.ops.core.cases import Case, Check, Scan
+from lnssm_jax.ops.core.cases import Case, Scan
 from lnssm_jax.ops.delta_rule.cases import DELTA_RULE
 from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN
 from lnssm_jax.ops.elementwise_decay_scan.cases import ELEMENTWISE_DECAY_SCAN
@@ -28,4 +28,4 @@ SCANS = {
   )
 }
 
-__all__ = ["SCANS", "Case", "Check", "Scan"]
+__all__ = ["SCANS", "Case", "Scan"]

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.core import cases
-from lnssm_jax.ops.core.accuracy import by_path
 from tests.ops import contract, promises
 
 REPETITIONS = 100
@@ -89,10 +88,10 @@ def errors_against_reference(fn, inputs, dtypes, implementation):
   exact = shapes(jax.tree.map(lambda dtype: np.dtype(np.float64), dtypes))
   reference = compiled(both("reference"), exact, x64=True)
   with alone:
-    want = by_path(reference(inputs))
+    want = contract.by_path(reference(inputs))
     passed = jax.tree.map(jnp.asarray, inputs, dtypes)
     fill_memory_with_nan()
-    got = by_path(kernels(passed))
+    got = contract.by_path(kernels(passed))
   return contract.named_errors(got, want)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.attention.cases import ATTENTION, Case
 from pallas_kernels.attention.config import WIDEST_AMPERE
 from pallas_kernels.core import device
 from tests.gpu.hardware import (
@@ -20,6 +19,7 @@ from tests.gpu.hardware import (
   assert_vmap_matches_separate_calls,
   random_weights,
 )
+from tests.ops.cases.attention import ATTENTION, Case
 
 pytestmark = pytest.mark.gpu
 

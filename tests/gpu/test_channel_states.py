@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.cases import SCANS
-from lnssm_jax.ops.core.channel_cases import Case
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
   random_weights,
 )
+from tests.ops.cases import SCANS
+from tests.ops.cases.channel_states import Case
 
 pytestmark = pytest.mark.gpu
 

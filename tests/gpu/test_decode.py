@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 import pytest
 
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION
-from lnssm_jax.ops.linear_attention.cases import Case as Heads
 from tests.gpu.hardware import (
   alone,
   assert_bits_repeat,
@@ -14,6 +12,8 @@ from tests.gpu.hardware import (
 )
 from tests.kernels.interpreted import inputs_of
 from tests.kernels.test_decode_scans import CASES, FITTING
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION
+from tests.ops.cases.linear_attention import Case as Heads
 
 pytestmark = pytest.mark.gpu
 

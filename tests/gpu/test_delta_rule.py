@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
   random_weights,
 )
+from tests.ops.cases.delta_rule import DELTA_RULE, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
   waves,
 )
+from tests.ops.cases.diagonal_scan import DIAGONAL_SCAN, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -12,13 +12,13 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core.cases import log_decay
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
   random_weights,
 )
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from lnssm_jax.mixers import SSE
-from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
 from tests.gpu.hardware import alone, assert_values_and_gradients, compiled
+from tests.ops.cases.sparse_state_attention import SPARSE_STATE_ATTENTION, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from tests.gpu.hardware import (
   assert_part_matches_reference,
   assert_values_and_gradients,
   assert_vmap_matches_separate_calls,
   waves,
 )
+from tests.ops.cases.wkv4 import WKV4, Case
 
 pytestmark = pytest.mark.gpu
 

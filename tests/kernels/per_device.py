@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from lnssm_jax import ops
-from lnssm_jax.ops.cases import SCANS
+from tests.ops.cases import SCANS
 from tests.ops.contract import named_errors, round_to, values_and_gradients
 from tests.ops.divided import collectives
 

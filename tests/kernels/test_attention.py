@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax import ops
 from lnssm_jax.ops.attention import pallas
-from lnssm_jax.ops.attention.cases import ATTENTION, KERNEL_CASES, Case
 from lnssm_jax.ops.attention.types import Inputs, Mask, Options, Tokens
 from lnssm_jax.ops.core.segments import positions, segments_of
 from pallas_kernels.attention.config import ROWS, TILE, ForwardConfig, LoopConfig, Shape, default
@@ -32,6 +31,7 @@ from tests.kernels.lowered import (
   total,
 )
 from tests.ops import contract
+from tests.ops.cases.attention import ATTENTION, KERNEL_CASES, Case
 
 BF16 = jnp.dtype(jnp.bfloat16)
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)

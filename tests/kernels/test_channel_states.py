@@ -1,6 +1,6 @@
 """Kernels of the selective and the Longhorn scan: splits, groups, lowering for CUDA, support.
 
-(Values and gradients: `KERNELS` in lnssm_jax/ops/core/channel_cases.py.)
+(Values and gradients: `KERNELS` in tests/ops/cases/channel_states.py.)
 """
 
 import functools
@@ -13,11 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.core.channel_cases import Case
 from lnssm_jax.ops.longhorn_scan import pallas as longhorn
-from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
 from lnssm_jax.ops.selective_scan import pallas as selective
-from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
 from pallas_kernels.channel_states import config, op
 from pallas_kernels.channel_states.recurrence import Keys
 from tests.kernels.interpreted import documents_begin_at
@@ -33,6 +30,7 @@ from tests.kernels.lowered import (
   total,
 )
 from tests.ops import contract
+from tests.ops.cases.channel_states import LONGHORN_SCAN, SELECTIVE_SCAN, Case
 
 SCANS = {"selective_scan": (SELECTIVE_SCAN, selective), "longhorn_scan": (LONGHORN_SCAN, longhorn)}
 F32, BF16 = jnp.float32, jnp.bfloat16

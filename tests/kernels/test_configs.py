@@ -15,7 +15,6 @@ from lnssm_jax import ops
 from lnssm_jax.ops.cross_entropy import pallas as loss_kernel
 from lnssm_jax.ops.cross_entropy import types as loss
 from lnssm_jax.ops.linear_attention import pallas
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from lnssm_jax.ops.linear_attention.types import Inputs, Options
 from pallas_kernels.attention import config as attention
 from pallas_kernels.channel_states import config as channel_states
@@ -28,6 +27,7 @@ from pallas_kernels.linear_attention.config import ChunkConfig
 from pallas_kernels.wkv4 import config as wkv4
 from tests.kernels.lowered import kernel_launches, total
 from tests.ops import contract
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION, Case
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 B, T, H, D, N = 2, 300, 4, 256, 16

@@ -14,14 +14,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core import channel_cases as channel_case
 from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.delta_rule import cases as delta_case
-from lnssm_jax.ops.delta_rule.cases import DELTA_RULE
-from lnssm_jax.ops.longhorn_scan.cases import LONGHORN_SCAN
-from lnssm_jax.ops.selective_scan.cases import SELECTIVE_SCAN
 from lnssm_jax.ops.wkv4 import cases as wkv4_case
-from lnssm_jax.ops.wkv4.cases import WKV4
 from pallas_kernels.channel_states import decode as channel_states
 from pallas_kernels.channel_states.longhorn import LonghornScan
 from pallas_kernels.channel_states.selective import SelectiveScan
@@ -30,6 +25,10 @@ from pallas_kernels.delta_rule import decode as delta_rule
 from tests.kernels.interpreted import inputs_of
 from tests.kernels.lowered import kernels_in, kernels_traced, total
 from tests.ops import contract
+from tests.ops.cases import channel_states as channel_case
+from tests.ops.cases.channel_states import LONGHORN_SCAN, SELECTIVE_SCAN
+from tests.ops.cases.delta_rule import DELTA_RULE
+from tests.ops.cases.wkv4 import WKV4
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 Heads = functools.partial(delta_case.Case, T=1, chunk=None)

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lnssm_jax import ops
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.delta_rule import pallas
-from lnssm_jax.ops.delta_rule.cases import DELTA_RULE, Case
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
 from pallas_kernels.core import device
 from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend
@@ -44,6 +43,7 @@ from tests.kernels.lowered import (
   total,
 )
 from tests.ops import contract
+from tests.ops.cases.delta_rule import DELTA_RULE, Case
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False, decay="ordinary")

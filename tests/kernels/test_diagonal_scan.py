@@ -12,7 +12,6 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.diagonal_scan import pallas
-from lnssm_jax.ops.diagonal_scan.cases import DIAGONAL_SCAN, Case
 from lnssm_jax.ops.diagonal_scan.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.diagonal_scan import config, op
@@ -29,6 +28,7 @@ from tests.kernels.lowered import (
   total,
 )
 from tests.ops import contract
+from tests.ops.cases.diagonal_scan import DIAGONAL_SCAN, Case
 
 BF16, F32, C64 = (jnp.dtype(x) for x in (jnp.bfloat16, jnp.float32, jnp.complex64))
 SMALL = Case(T=33, chunk=None, state=False)

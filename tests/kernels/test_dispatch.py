@@ -17,12 +17,12 @@ from flax import nnx
 from lnssm_jax import generate, ops, sampling
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from pallas_kernels.core import device
 from tests.kernels import described, interpreted
 from tests.kernels.lowered import kernels_in
 from tests.mixers.helpers import drawn
 from tests.ops import contract
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION, Case
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/kernels.md").read_text()

@@ -8,10 +8,10 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, Case
 from pallas_kernels.linear_attention import config
 from tests.kernels.lowered import kernels_in, kernels_traced, lowered, total
 from tests.ops import contract
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION, Case
 
 B, H, G, K, V = 3, 4, 2, 64, 128
 QUERIES, VALUES = (H, G, G), (G, G, H)  # which of q, k, v have H heads

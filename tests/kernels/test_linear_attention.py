@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lnssm_jax import ops
 from lnssm_jax.ops.core.cases import B
 from lnssm_jax.ops.linear_attention import pallas
-from lnssm_jax.ops.linear_attention.cases import LINEAR_ATTENTION, PARTS, Case
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, TILE_WIDTH, Backend
 from pallas_kernels.linear_attention import config
 from pallas_kernels.linear_attention.ampere import passes
@@ -31,6 +30,7 @@ from tests.kernels.interpreted import (
   inputs_of,
 )
 from tests.ops import contract
+from tests.ops.cases.linear_attention import LINEAR_ATTENTION, PARTS, Case
 
 pytestmark = MASKED_LATER
 SMALL = Case(K=16, V=24, H=1, chunk=None, state=False)

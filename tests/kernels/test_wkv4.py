@@ -13,7 +13,6 @@ import pytest
 from lnssm_jax import ops
 from lnssm_jax.ops.core.segments import Segments
 from lnssm_jax.ops.wkv4 import pallas
-from lnssm_jax.ops.wkv4.cases import WKV4, Case
 from lnssm_jax.ops.wkv4.types import Inputs, Options
 from pallas_kernels.core import channel_grid as channels
 from pallas_kernels.core.wgmma import Backend
@@ -33,6 +32,7 @@ from tests.kernels.lowered import (
   total,
 )
 from tests.ops import contract
+from tests.ops.cases.wkv4 import WKV4, Case
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SMALL = Case(T=100, chunk=None, state=False)

@@ -6,16 +6,14 @@ had crossed a document boundary.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lnssm_jax.ops.cases import SCANS
 from lnssm_jax.ops.core.accuracy import (
-  by_path,
-  errors_against_reference,
-  in_float64,
   named_errors,
   relative_error,
   round_to,
@@ -23,12 +21,15 @@ from lnssm_jax.ops.core.accuracy import (
   values_and_gradients,
   with_gradients,
 )
-from lnssm_jax.ops.core.cases import Check
+from tests.ops.cases import SCANS
+from tests.ops.checked import Check
 
 __all__ = [
   "assert_small",
+  "by_path",
   "errors_against_reference",
   "errors_of",
+  "in_float64",
   "named_errors",
   "reference_of",
   "relative_error",
@@ -48,6 +49,32 @@ def value_limit(dtype, length: int) -> float:
   """
   roundings = 2 if jnp.dtype(dtype).itemsize < 4 else 4 + np.log2(length)
   return float(jnp.finfo(dtype).eps * roundings)
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+  """The arrays of a tree by their paths."""
+  paths = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in paths}
+
+
+def errors_against_reference(
+  fn: Callable[[Any, str], Any], inputs: Any, dtypes: Any, implementation: str
+) -> dict[str, float]:
+  """Errors of every output and gradient of `fn(inputs, implementation)`, by name.
+
+  `inputs` are float64 arrays; each is rounded to its dtype in `dtypes` for both sides of the
+  comparison.
+  """
+  inputs = jax.tree.map(round_to, inputs, dtypes)
+  want = in_float64(with_gradients(lambda x: fn(x, "reference")), inputs)
+  passed = jax.tree.map(jnp.asarray, inputs, dtypes)
+  return named_errors(by_path(values_and_gradients(lambda x: fn(x, implementation), passed)), want)
+
+
+def in_float64(fn: Callable[[Any], Any], inputs: Any) -> dict[str, np.ndarray]:
+  """`fn(inputs)` by path, computed in float64. `fn` may be compiled already."""
+  with jax.enable_x64(True):
+    return by_path(jax.jit(fn)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), inputs)))
 
 
 def assert_small(

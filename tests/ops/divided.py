@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from lnssm_jax.ops.cases import SCANS
+from tests.ops.cases import SCANS
 from tests.ops.contract import named_errors, round_to, values_and_gradients
 
 PARTS, AXIS = 4, "sequence"

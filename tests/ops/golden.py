@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from lnssm_jax.ops import cases
-from lnssm_jax.ops.cases import SCANS
-from lnssm_jax.ops.core.cases import Check
 from tests.ops import contract
+from tests.ops.cases import SCANS
+from tests.ops.checked import Check
 
 FOLDER = Path(__file__).parent / "golden"
 LONGEST = 130  # the files of longer cases would be large

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lnssm_jax.ops.cases import SCANS
 from lnssm_jax.ops.core import chunk_groups
 from tests.kernels.interpreted import MASKED_LATER
 from tests.ops import contract, golden
+from tests.ops.cases import SCANS
 
 
 def parameters(checks):

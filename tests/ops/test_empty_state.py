@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.cases import SCANS
-from lnssm_jax.ops.core.accuracy import by_path, in_float64
 from tests.ops import contract
+from tests.ops.cases import SCANS
 
 B, T, H, K = 4, 64, 1, 64  # one chunk, which reads the empty state itself
 COMPILATIONS = 3  # a wrong program is right by chance at times
@@ -32,7 +31,7 @@ def test_reduction_in_the_same_program_has_the_value_of_the_output(name, reducti
   q, k, v = (rng.normal(size=(B, T, H, K)).astype(np.float32) for _ in range(3))
   arrays = q, k / np.linalg.norm(k, axis=-1, keepdims=True), v
   arrays = *arrays, rng.uniform(0.5, 1.0, (B, T, H, K)).astype(np.float32)
-  output = in_float64(lambda x: {"out": _op(name, "reference")(*x)}, arrays)["['out']"]
+  output = contract.in_float64(lambda x: {"out": _op(name, "reference")(*x)}, arrays)["['out']"]
   reduced = {
     "sum of squares": lambda x: (x * x).sum(axis=-1),
     "maximum": lambda x: x.max(axis=-1),
@@ -106,10 +105,10 @@ def test_op_inside_a_larger_program_has_the_values_of_float64(name, form, length
   scan, case = SCANS[name], _stateless(name, length)
   layer, inputs = _layer(scan, case, TAILS[tail]), scan.inputs(case)
   inputs = jax.tree.map(lambda x: np.asarray(x, np.float32), inputs)
-  want = in_float64(lambda x: layer(x, "reference"), inputs)
+  want = contract.in_float64(lambda x: layer(x, "reference"), inputs)
   for _ in range(COMPILATIONS):
     program = jax.jit(lambda x: layer(x, form))  # another program each time
-    errors = contract.named_errors(by_path(program(inputs)), want)
+    errors = contract.named_errors(contract.by_path(program(inputs)), want)
     assert max(errors.values()) <= contract.tolerance(jnp.float32, length), errors
 
 

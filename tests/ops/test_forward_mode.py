@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.cases import SCANS
 from lnssm_jax.ops.core import dispatch
+from tests.ops.cases import SCANS
 from tests.ops.promises import close
 
 names = [pytest.param(name, marks=[pytest.mark.slow] * (name != "diagonal_scan")) for name in SCANS]

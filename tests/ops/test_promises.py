@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from lnssm_jax import ops
-from lnssm_jax.ops.cases import SCANS
 from lnssm_jax.ops.core.cases import B
 from tests.ops import promises
+from tests.ops.cases import SCANS
 
 CASES = [(name, case) for name, scan in SCANS.items() for case in (scan.small, *scan.variants)]
 # Of these the variants differ little from the small case, next to what is held here.

@@ -14,9 +14,9 @@ import pytest
 
 from lnssm_jax import ops
 from lnssm_jax.models.embedding import lookup
-from lnssm_jax.ops.cases import SCANS
 from tests.kernels.interpreted import MASKED_LATER
 from tests.ops import contract, promises
+from tests.ops.cases import SCANS
 from train.step.loss import next_token_loss
 
 CALLS = 3

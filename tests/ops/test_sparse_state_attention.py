@@ -12,8 +12,8 @@ from lnssm_jax import ops
 from lnssm_jax.ops.delta_rule import api as delta_rule_api
 from lnssm_jax.ops.linear_attention import api as linear_attention_api
 from lnssm_jax.ops.sparse_state_attention import api as sparse_api
-from lnssm_jax.ops.sparse_state_attention.cases import SPARSE_STATE_ATTENTION, Case
 from tests.ops import contract, promises
+from tests.ops.cases.sparse_state_attention import SPARSE_STATE_ATTENTION, Case
 from tests.ops.promises import close
 
 B, H, K, V = 2, 2, 3, 5

@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 
 from lnssm_jax import ops, typing
-from lnssm_jax.ops.cases import SCANS
+from tests.ops.cases import SCANS
 
 
 def annotated(function):

@@ -72,29 +72,3 @@ def named_errors(got: Tree, want: Tree) -> dict[str, float]:
   if all(isinstance(name, str) and name.startswith("[") for name in errors):
     return errors
   return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
-
-
-def by_path(tree: Tree) -> dict[str, np.ndarray]:
-  """The arrays of a tree by their paths."""
-  paths = jax.tree_util.tree_leaves_with_path(tree)
-  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in paths}
-
-
-def errors_against_reference(
-  fn: Callable[[Tree, str], Tree], inputs: Tree, dtypes: Tree, implementation: str
-) -> dict[str, float]:
-  """Errors of every output and gradient of `fn(inputs, implementation)`, by name.
-
-  `inputs` are float64 arrays; each is rounded to its dtype in `dtypes` for both sides of the
-  comparison.
-  """
-  inputs = jax.tree.map(round_to, inputs, dtypes)
-  want = in_float64(with_gradients(lambda x: fn(x, "reference")), inputs)
-  passed = jax.tree.map(jnp.asarray, inputs, dtypes)
-  return named_errors(by_path(values_and_gradients(lambda x: fn(x, implementation), passed)), want)
-
-
-def in_float64(fn: Callable[[Tree], Tree], inputs: Tree) -> dict[str, np.ndarray]:
-  """`fn(inputs)` by path, computed in float64. `fn` may be compiled already."""
-  with jax.enable_x64(True):
-    return by_path(jax.jit(fn)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), inputs)))

@@ -1,14 +1,12 @@
-"""elementwise_decay_scan: its arguments, and what it is held to."""
+"""elementwise_decay_scan: its arguments and cases."""
 
-import itertools
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import ops
-from lnssm_jax.ops.core.cases import B, Check, Scan, log_decay
+from lnssm_jax.ops.core.cases import B, Scan, log_decay
 
 
 @dataclass(frozen=True)
@@ -32,30 +30,6 @@ class Case:
     return (
       f"{self.decay}-{self.strength}-T{self.T}K{self.K}V{self.V}C{self.chunk}{weight}{segments}"
     )
-
-
-# Every kind of decay at every strength; lengths on both sides of a chunk boundary.
-CASES = [
-  Case(1, "BTHKV", "extreme", chunk=None),
-  Case(2, "function", "weak", segments=True, chunk=None),
-  Case(15, "HKV", "extreme", segments=True, weight=True),
-  Case(37, "BTHKV", "extreme", segments=True),
-  Case(37, "BTHKV", "weak", segments=True),
-  Case(37, "function", "extreme", K=1, V=7),
-  Case(63, "HKV", "weak", chunk=None),
-  Case(64, "function", "ordinary", segments=True, weight=True),
-  Case(65, "BTHKV", "ordinary", chunk=None),
-  Case(1000, "HKV", "lasting", chunk=None),
-]
-MANY = [
-  Case(T, decay, strength, segments, K, V, chunk)
-  for decay, strength, segments, (T, K, V, chunk) in itertools.product(
-    ("BTHKV", "HKV", "function"),
-    ("weak", "ordinary", "extreme"),
-    (False, True),
-    [(1, 1, 1, None), (2, 3, 2, 1), (63, 5, 3, 8), (64, 4, 4, 64), (130, 2, 9, None)],
-  )
-]
 
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -94,19 +68,5 @@ ELEMENTWISE_DECAY_SCAN = Scan(
   draw=_draw,
   arguments=_arguments,
   narrow=("q", "k", "v"),
-  steps=("q", "k", "v", "log_decay"),
-  checks=[
-    *(Check(case) for case in CASES[:-1]),
-    Check(CASES[3], "associative"),
-    Check(CASES[3], dtype=jnp.bfloat16),
-  ],
-  sweep=[
-    Check(CASES[-1]),
-    Check(CASES[6], "associative"),
-    Check(CASES[4], dtype=jnp.float16),
-    *(Check(case, form) for form in ("chunked", "associative") for case in MANY),
-  ],
-  small=Case(23, "function", V=4, state=False),
   measured=lambda T, strength: Case(T, "BTHKV", strength, K=4, V=4, chunk=None, H=1),
-  memory=lambda T: Case(T, "function", K=8, V=8, chunk=8, H=1, state=False),
 )

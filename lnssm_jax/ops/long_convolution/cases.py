@@ -1,4 +1,4 @@
-"""long_convolution: its arguments and checks, for both kinds of kernel.
+"""long_convolution: its arguments and cases, for both kinds of kernel.
 
 Complex arrays are passed as their real and imaginary parts, so that all gradients are of real
 numbers.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.causal_conv1d.types import ConvState
-from lnssm_jax.ops.core.cases import B, Check, Scan, log_decay
+from lnssm_jax.ops.core.cases import B, Scan, log_decay
 from lnssm_jax.ops.long_convolution.api import long_convolution
 from lnssm_jax.ops.long_convolution.types import (
   ExponentialKernel,
@@ -39,44 +39,6 @@ class Case:
     flags = [name for name in ("segments", "state") if getattr(self, name)]
     size = f"L{self.L}" if self.kernel == "taps" else f"N{self.N}C{self.chunk}"
     return "-".join([self.kernel, self.strength, *flags, f"T{self.T}D{self.D}{size}"])
-
-
-# Lengths on both sides of a chunk boundary; kernels shorter and longer than the sequence.
-TAPS = [
-  Case(T=1, L=5, kernel="taps"),
-  Case(T=2, L=9, kernel="taps", segments=True, strength="extreme"),
-  Case(T=15, L=15, kernel="taps", strength="weak"),
-  Case(T=63, L=7, kernel="taps", segments=True),
-  Case(T=64, L=150, kernel="taps", strength="extreme"),
-  Case(T=65, L=1, kernel="taps", segments=True),
-  Case(T=1000, L=1000, kernel="taps", state=False, strength="weak"),
-  Case(T=1000, L=400, kernel="taps", segments=True, strength="weak"),
-]
-SUMS = [
-  Case(T=1, strength="extreme"),
-  Case(T=2, N=1, kernel="real", segments=True, direct=False),
-  Case(T=15, strength="extreme", segments=True),
-  Case(T=63, kernel="real", strength="weak"),
-  Case(T=64, strength="weak", segments=True, chunk=16),
-  Case(T=65, strength="lasting", chunk=64, state=False),
-  Case(T=1000, strength="weak", D=2, chunk=None),
-  Case(T=1000, strength="extreme", segments=True),
-]
-MANY_TAPS = [
-  Case(T, "taps", D, L, 1, strength, segments, state)
-  for strength in ("weak", "ordinary", "extreme")
-  for segments in (False, True)
-  for state in (False, True)
-  for T, D, L in [(63, 5, 64), (130, 3, 40), (257, 1, 300)]
-]
-MANY_SUMS = [
-  Case(T, kernel, D, 1, N, strength, segments, state, direct, chunk)
-  for strength in ("weak", "ordinary", "extreme", "lasting")
-  for kernel in ("real", "complex")
-  for segments in (False, True)
-  for state in (False, True)
-  for T, D, N, direct, chunk in [(63, 5, 3, True, 16), (130, 3, 5, False, None)]
-]
 
 
 def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -132,29 +94,8 @@ LONG_CONVOLUTION = Scan(
   draw=_draw,
   arguments=_arguments,
   narrow=("x", "kernel"),
-  steps=("x",),
-  implementations=("chunked", "reference", "associative"),
-  checks=[
-    *(Check(case, "fft") for case in TAPS[:-1]),
-    *(Check(case) for case in (TAPS[4], TAPS[6])),
-    *(Check(case) for case in SUMS[:-2]),
-    Check(SUMS[3], "associative"),
-    Check(TAPS[3], "fft", jnp.bfloat16),
-    Check(SUMS[4], dtype=jnp.bfloat16),
-  ],
-  sweep=[
-    Check(TAPS[-1], "fft"),
-    *(Check(case) for case in SUMS[-2:]),
-    Check(SUMS[4], "associative"),
-    Check(TAPS[3], "fft", jnp.float16),
-    *(Check(case, form) for case in MANY_TAPS for form in ("fft", "chunked")),
-    *(Check(case, form) for case in MANY_SUMS for form in ("chunked", "associative")),
-  ],
-  small=Case(T=23, state=False),
-  variants=(Case(T=23, kernel="taps", L=9, state=False),),
   measured=lambda T, strength: Case(T, D=2, strength=strength, chunk=None),
   measured_too={"taps": lambda T, strength: Case(T, "taps", D=2, L=T, strength=strength)},
   longest_reference={"taps": 4096},
-  memory=lambda T: Case(T, D=8, N=32, chunk=64, state=False),
   compared=_compared,
 )

@@ -1,4 +1,4 @@
-"""longhorn_scan: its arguments and checks."""
+"""longhorn_scan: its arguments and cases."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""selective_scan: its arguments and checks."""
+"""selective_scan: its arguments and cases."""
 
 import numpy as np
 
