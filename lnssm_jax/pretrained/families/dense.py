@@ -11,15 +11,15 @@ from lnssm_jax.pretrained.families.fields import (
   number,
   size_or_none,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.llama import LAYER, LLAMA, heads, rotary
 from lnssm_jax.pretrained.families.table import Family, norm
 from lnssm_jax.pretrained.manifest import ExportError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Of Llama alone.
-_OWN = ("attention_bias", "mlp_bias", "pretraining_tp", "is_llama_config")
-_SHARED = {name: field for name, field in LLAMA.fields.items() if name not in _OWN}
+# All but those of Llama alone.
+_SHARED = without(LLAMA.fields, "attention_bias", "mlp_bias", "pretraining_tp", "is_llama_config")
 _WINDOW = {"sliding_window": size_or_none("mixer_options.window")}
 
 

@@ -53,8 +53,6 @@ def _normal(config: Config) -> Config:
       f"mamba_proj_bias={biases[0]!r:.80}, projectors_bias={biases[1]!r:.80}: a bias of one of the"
       " two projections alone is not implemented."
     )
-  if config.get("time_step_limit") is None:
-    config.pop("time_step_limit", None)
   config["gate_scale"], config["output_scale"] = _numbers(config, "mlp_multipliers", 2)
   config["ssm_multipliers"] = _numbers(config, "ssm_multipliers", 5)
   key = config.pop("key_multiplier", 1.0)

@@ -106,6 +106,11 @@ def whole(config: Config, name: str, default: Any = REQUIRED) -> int:
   return value
 
 
+def without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+  """A copy of a mapping that lacks these names."""
+  return {name: value for name, value in values.items() if name not in names}
+
+
 def count_of_layers(config: Config) -> int:
   """num_hidden_layers, where a list of all of them is made."""
   if (L := whole(config, "num_hidden_layers")) > 10_000:

@@ -17,6 +17,8 @@ from lnssm_jax.pretrained.families.fields import (
   whole,
 )
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -31,7 +33,6 @@ from lnssm_jax.pretrained.manifest import ExportError
 
 LAYER = "model.layers.{}"
 ATTN = f"{LAYER}.attn"
-QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
 SILU = {"swish": "silu", "silu": "silu"}
 ONE = Fixed(1.0, 1)
 
@@ -89,13 +90,9 @@ ENDS: Rows = {
 }
 _MLP: Rows = {
   **norm("blocks.channel_norm", f"{LAYER}.mlp_norm"),
-  **linears(
-    "blocks.channel_mixer", f"{LAYER}.mlp", gate="gate_proj", up="up_proj", down="down_proj"
-  ),
+  **linears("blocks.channel_mixer", f"{LAYER}.mlp", **GATED_MLP),
 }
-_CONVOLUTIONS = joined(
-  convolution(f"blocks.mixer.{x}_conv", f"{ATTN}.{x}_conv1d") for x in ("q", "k", "v")
-)
+_CONVOLUTIONS = joined(convolution(f"blocks.mixer.{x}_conv", f"{ATTN}.{x}_conv1d") for x in "qkv")
 
 
 def normal(

@@ -14,10 +14,7 @@ from lnssm_jax.pretrained.families.fields import (
 )
 from lnssm_jax.pretrained.families.hybrids import pattern
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
-from lnssm_jax.pretrained.families.table import (
-  Family,
-  linears,
-)
+from lnssm_jax.pretrained.families.table import QKVO, Family, linears
 from lnssm_jax.pretrained.manifest import ExportError
 
 _ATTENTION = "mixer_options.softmax_attention"
@@ -87,7 +84,7 @@ def _hybrid(family: Family, **fields: Any) -> Family:
     family,
     fields=base | _FIELDS,
     constants={moved(path): x for path, x in family.constants.items() if path != "mixer"},
-    rows=rows | linears("blocks.softmax_attention", fla.ATTN, **fla.QKVO),
+    rows=rows | linears("blocks.softmax_attention", fla.ATTN, **QKVO),
     normal=lambda config: _normal(family, config),
     written=lambda config: _written(family, config),
   )

@@ -15,6 +15,7 @@ from lnssm_jax.pretrained.families.fields import (
   free,
   number,
   size,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import (
   ATTENTION,
@@ -58,8 +59,7 @@ def _normal(config: Config) -> Config:
 
 def _normal_attention(config: Config) -> Config:
   config, types = _layers(config)
-  config = whole_heads(by_pattern(config, types, None, 1.0, 2048))
-  return {name: value for name, value in config.items() if name != "mixers"}
+  return without(whole_heads(by_pattern(config, types, None, 1.0, 2048)), "mixers")
 
 
 def _written(config: Config) -> Config:
@@ -119,7 +119,7 @@ GRANITE = dataclasses.replace(
   BAMBA,
   name="granitemoehybrid",
   architecture="GraniteMoeHybridForCausalLM",
-  fields={x: field for x, field in BAMBA.fields.items() if x not in _NOT_THERE}
+  fields=without(BAMBA.fields, *_NOT_THERE)
   | {
     "rms_norm_eps": number(("norm_eps", "mixer_options.mamba2.norm_eps"), 1e-6),
     "shared_intermediate_size": size("channel_hidden", 1024),
@@ -177,11 +177,9 @@ def _of_attention(fields: Mapping[str, Any]) -> dict[str, Any]:
   return found | free("of layers of Mamba-2, of which there are none", *unused)
 
 
-_WRITTEN_OUT = ("mixers", "min_step", "max_step")
-
 GRANITE_ATTENTION = dataclasses.replace(
   GRANITE,
-  fields=_of_attention({x: y for x, y in GRANITE.fields.items() if x not in _WRITTEN_OUT}),
+  fields=_of_attention(without(GRANITE.fields, "mixers", "min_step", "max_step")),
   constants=GRANITE.constants | {"mixer": "softmax_attention"},
   normal=_normal_attention,
   written=_written_attention,

@@ -15,9 +15,12 @@ from lnssm_jax.pretrained.families.fields import (
   number,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.llama import rotary, whole_heads
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -66,8 +69,7 @@ def _normal(config: Config) -> Config:
   if config.get("lru_width") is None:
     config["lru_width"] = dim
   whole(config, "attention_window_size", 2048)
-  config = {name: value for name, value in config.items() if name != "intermediate_size"}
-  return config | derived | {"rotary_width": int(share * (dim // H))}
+  return without(config, "intermediate_size") | derived | {"rotary_width": int(share * (dim // H))}
 
 
 def _check_layers(config: Config, types: list[str], L: int) -> None:
@@ -94,8 +96,7 @@ def _written(config: Config) -> Config:
     "intermediate_size": 2 * config["gate_width"],
     "partial_rotary_factor": width / K,
   }
-  ours = ("mixers", "gate_width", "rotary_width", "embedding_scale")
-  return {name: value for name, value in config.items() if name not in ours} | own
+  return without(config, "mixers", "gate_width", "rotary_width", "embedding_scale") | own
 
 
 _ROWS: Rows = {
@@ -104,17 +105,8 @@ _ROWS: Rows = {
   **norm("norm", "model.final_norm"),
   **norm("blocks.mixer_norm", f"{_LAYER}.temporal_pre_norm"),
   **norm("blocks.channel_norm", f"{_LAYER}.channel_pre_norm"),
-  **linears(
-    "blocks.channel_mixer", f"{_LAYER}.mlp_block", gate="gate_proj", up="up_proj", down="down_proj"
-  ),
-  **linears(
-    "blocks.sliding_window_attention",
-    _TEMPORAL,
-    q_proj="q_proj",
-    k_proj="k_proj",
-    v_proj="v_proj",
-    o_proj="o_proj",
-  ),
+  **linears("blocks.channel_mixer", f"{_LAYER}.mlp_block", **GATED_MLP),
+  **linears("blocks.sliding_window_attention", _TEMPORAL, **QKVO),
   **linears("blocks.rg_lru", _TEMPORAL, x_proj="linear_x", y_proj="linear_y", o_proj="linear_out"),
   **convolution("blocks.rg_lru.conv", f"{_TEMPORAL}.conv_1d"),
   "blocks.rg_lru.decay_rate": Row(f"{_TEMPORAL}.rg_lru.recurrent_param"),

@@ -24,6 +24,7 @@ from lnssm_jax.pretrained.families.fields import (
   number_or_none,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.llama import (
   LAYER,
@@ -36,6 +37,8 @@ from lnssm_jax.pretrained.families.llama import (
 )
 from lnssm_jax.pretrained.families.mamba import mamba2, steps, steps_written
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -70,7 +73,6 @@ FIELDS = SIZES | {
   "mixers": Field("mixer", (list,)),
 }
 CONSTANTS = {"channel_mixer": "swiglu", "embedding_norm": False}
-_QKVO = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
 
 
 def pattern[Kind](layers: Sequence[Kind]) -> list[Kind]:
@@ -108,8 +110,7 @@ def pattern_written(config: Config, *left_out: str) -> tuple[Config, list[str]]:
   config = rotary_written(config) | {
     "partial_rotary_factor": config["rotary_width"] / config["head_dim"]
   }
-  ours = ("mixers", "rotary_width", *left_out)
-  return {name: value for name, value in config.items() if name not in ours}, types
+  return without(config, "mixers", "rotary_width", *left_out), types
 
 
 def by_layers(config: Config, mixers: Sequence[str], channel_mixers: Sequence[str]) -> Config:
@@ -149,8 +150,6 @@ def _bamba(config: Config) -> Config:
 
 def bamba_sizes(config: Config, types: Sequence[Any], share: float, usual_length: int) -> Config:
   """As `by_pattern`, of Mamba-2, whose sizes and steps it writes out, and attention of D / H."""
-  if config.get("time_step_limit") is None:
-    config.pop("time_step_limit", None)
   config = steps(by_pattern(config, types, "mamba2", share, usual_length))
   K, D, H = config.pop("head_dim"), config["hidden_size"], config["num_attention_heads"]
   if K != D / H:
@@ -184,7 +183,7 @@ BAMBA = Family(
   name="bamba",
   layout="hf",
   architecture="BambaForCausalLM",
-  fields={name: field for name, field in FIELDS.items() if name != "head_dim"}
+  fields=without(FIELDS, "head_dim")
   | {
     "rms_norm_eps": number(("norm_eps", f"{_MAMBA}.norm_eps"), 1e-5),
     "mlp_bias": flag("channel_mixer_options.use_bias", False),
@@ -207,14 +206,8 @@ BAMBA = Family(
   | norm("norm", "model.final_layernorm")
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.pre_ff_layernorm")
-  | linears(
-    "blocks.channel_mixer",
-    f"{LAYER}.feed_forward",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-  )
-  | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **_QKVO)
+  | linears("blocks.channel_mixer", f"{LAYER}.feed_forward", **GATED_MLP)
+  | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **QKVO)
   | mamba2("blocks.mamba2", f"{LAYER}.mamba"),
   normal=_bamba,
   written=_bamba_written,
@@ -320,7 +313,7 @@ _NEXT_ROWS: Rows = {
   "blocks.gated_delta_net.log_rate": Row(f"{_NET}.A_log"),
   "blocks.gated_delta_net.o_proj.kernel": Row(f"{_NET}.out_proj.weight", TRANSPOSED),
   **norm("blocks.gated_delta_net.norm", f"{_NET}.norm"),
-  **joined(linear(f"blocks.softmax_attention.{x}", f"{_SELF}.{x}") for x in list(_QKVO)[1:]),
+  **joined(linear(f"blocks.softmax_attention.{x}", f"{_SELF}.{x}") for x in list(QKVO)[1:]),
   **norm("blocks.softmax_attention.q_norm", f"{_SELF}.q_norm"),
   **norm("blocks.softmax_attention.k_norm", f"{_SELF}.k_norm"),
 }
@@ -376,8 +369,7 @@ def delta_hybrid(config: Config, **defaults: int) -> Config:
   config = by_pattern(config, types, "gated_delta_net", 0.25, 32768)
   K = whole(config, "linear_key_head_dim", 128)
   V = whole(config, "linear_value_head_dim", 128)
-  config = {name: value for name, value in config.items() if name != "linear_value_head_dim"}
-  return config | {"linear_key_head_dim": K, "expand_v": V / K}
+  return without(config, "linear_value_head_dim") | {"linear_key_head_dim": K, "expand_v": V / K}
 
 
 def qwen3_next_written(config: Config) -> Config:
@@ -412,9 +404,7 @@ QWEN3_NEXT = Family(
   rows=TOP
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.post_attention_layernorm")
-  | linears(
-    "blocks.channel_mixer", f"{LAYER}.mlp", gate="gate_proj", up="up_proj", down="down_proj"
-  )
+  | linears("blocks.channel_mixer", f"{LAYER}.mlp", **GATED_MLP)
   | _NEXT_INPUTS
   | _NEXT_ROWS,
   normal=_qwen3_next,
@@ -443,15 +433,14 @@ def qwen3_5(config: Config, *, groups: int = 4) -> Config:
   """As `delta_hybrid`, without the coordinates of images; `groups` of keys where not given."""
   for name in ("rope_parameters", "rope_scaling"):
     if isinstance(rope := config.get(name), dict):
-      config[name] = {x: value for x, value in rope.items() if x not in _COORDINATES}
+      config[name] = without(rope, *_COORDINATES)
   return delta_hybrid(config, num_key_value_heads=groups)
 
 
 def qwen3_5_written(config: Config) -> Config:
   """The inverse of `qwen3_5`."""
   experts = {name: config[name] for name in ("num_experts",) if name in config}
-  config = qwen3_next_written(config)
-  return {name: value for name, value in config.items() if name != "num_experts"} | experts
+  return without(qwen3_next_written(config), "num_experts") | experts
 
 
 _ONLY_NEXT = ("use_sliding_window", "max_window_layers", "sliding_window", *_EXPERTS)
@@ -459,7 +448,7 @@ QWEN3_5_TEXT = Family(
   name="qwen3_5_text",
   layout="hf",
   architecture="Qwen3_5ForCausalLM",
-  fields={x: field for x, field in QWEN3_NEXT.fields.items() if x not in _ONLY_NEXT}
+  fields=without(QWEN3_NEXT.fields, *_ONLY_NEXT)
   | {
     "attn_output_gate": Fixed(True, written=False),
     "mlp_only_layers": Fixed([], written=False),
@@ -467,7 +456,7 @@ QWEN3_5_TEXT = Family(
     **OF_FURTHER_TOKENS,
   },
   constants=QWEN3_NEXT.constants,
-  rows={x: row for x, row in QWEN3_NEXT.rows.items() if x not in _NEXT_INPUTS} | _INPUTS,
+  rows=without(QWEN3_NEXT.rows, *_NEXT_INPUTS) | _INPUTS,
   normal=qwen3_5,
   written=qwen3_5_written,
   skipped=r"mtp\..*",

@@ -20,10 +20,13 @@ from lnssm_jax.pretrained.families.fields import (
   number,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, by_layers, of_layers, pattern
 from lnssm_jax.pretrained.families.llama import LAYER, SILU, SIZES, TOP, whole_heads
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  QKVO,
   Family,
   Row,
   convolution,
@@ -36,7 +39,6 @@ from lnssm_jax.pretrained.manifest import ExportError
 
 _MAMBA, _CHANNEL = "mixer_options.mamba", "channel_mixer_options"
 _MIXER, _MLP = f"{LAYER}.mamba", f"{LAYER}.feed_forward"
-_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _every(config: Config, name: str, period: int, offset: int) -> list[bool]:
@@ -84,7 +86,7 @@ def _written(config: Config) -> Config:
   written = _every_written("attn", attention)
   if "channel_mixers" in config:
     written |= _every_written("expert", [x == "moe" for x in of_layers(config, "channel_mixers")])
-  return {x: v for x, v in config.items() if x not in ("mixers", "channel_mixers")} | written
+  return without(config, "mixers", "channel_mixers") | written
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
@@ -134,10 +136,8 @@ JAMBA_DENSE = Family(
   | norm("norm", "model.final_layernorm")
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.pre_ff_layernorm")
-  | linears("blocks.channel_mixer", _MLP, **_PARTS)
-  | linears(
-    "blocks.softmax_attention", f"{LAYER}.self_attn", **{f"{x}_proj": f"{x}_proj" for x in "qkvo"}
-  )
+  | linears("blocks.channel_mixer", _MLP, **GATED_MLP)
+  | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **QKVO)
   | linears(
     "blocks.mamba", _MIXER, in_proj="in_proj", x_proj="x_proj", dt_proj="dt_proj", o_proj="out_proj"
   )
@@ -163,11 +163,11 @@ JAMBA = dataclasses.replace(
     "num_experts": size(f"{_CHANNEL}.moe.num_experts", 16),
     "num_experts_per_tok": size(f"{_CHANNEL}.moe.experts_per_token", 2),
   },
-  constants={x: value for x, value in JAMBA_DENSE.constants.items() if x != "channel_mixer"}
+  constants=without(JAMBA_DENSE.constants, "channel_mixer")
   | {f"{_CHANNEL}.moe.normalize_weights": False},
   rows=JAMBA_DENSE.rows
   | linear("blocks.channel_mixer.router", f"{_MLP}.router")
-  | experts(_MLP, **_PARTS),
+  | experts(_MLP, **GATED_MLP),
   normal=_with_experts,
   has=_has_experts,
 )

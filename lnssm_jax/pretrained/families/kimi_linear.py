@@ -21,10 +21,12 @@ from lnssm_jax.pretrained.families.fields import (
   size,
   size_or_none,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, by_layers, group, of_layers
 from lnssm_jax.pretrained.families.llama import LAYER, SIZES, TOP
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
   Family,
   Row,
   Rows,
@@ -95,7 +97,7 @@ def kimi_linear(config: Config) -> Config:
     whole(config, "moe_intermediate_size", 1024),
     whole(config, "num_shared_experts", 1),
   )
-  config = {x: v for x, v in config.items() if x not in ("num_shared_experts", "qk_nope_head_dim")}
+  config = without(config, "num_shared_experts", "qk_nope_head_dim")
   config |= {"qk_rope_head_dim": rope, "key_width": nope + rope, "shared_width": width * count}
   channels = ["swiglu" if x == "dense" else "moe" for x in kinds]
   return by_layers(config, [_MIXERS[x] for x in types], channels)
@@ -117,7 +119,7 @@ def kimi_linear_written(config: Config) -> Config:
     written["first_k_dense_replace"] = dense
   else:
     written["mlp_layer_types"] = ["dense" if x == "swiglu" else "sparse" for x in channels]
-  return {x: v for x, v in config.items() if x not in ("mixers", "channel_mixers")} | written
+  return without(config, "mixers", "channel_mixers") | written
 
 
 def _sizes(settings: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
@@ -208,7 +210,6 @@ _KDA_ROWS: Rows = {
   **kda(_SELF),
   "blocks.kda.log_rate": Row(f"{_SELF}.A_log", _OF_HEADS),
 }
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 KIMI_LINEAR = Family(
   name="kimi_linear",
@@ -273,8 +274,8 @@ KIMI_LINEAR = Family(
   | _KDA_ROWS
   | latent_attention(_SELF)
   | linear("blocks.softmax_attention.o_proj", f"{_SELF}.o_proj")
-  | linears("blocks.channel_mixer", f"{LAYER}.mlp", **_MLP)
-  | linears("blocks.channel_mixer.shared", f"{_EXPERTS}.shared_experts", **_MLP)
+  | linears("blocks.channel_mixer", f"{LAYER}.mlp", **GATED_MLP)
+  | linears("blocks.channel_mixer.shared", f"{_EXPERTS}.shared_experts", **GATED_MLP)
   | linear("blocks.channel_mixer.router", f"{_EXPERTS}.gate")
   | {"blocks.channel_mixer.router_bias": Row(f"{_EXPERTS}.gate.e_score_correction_bias")}
   | experts(_EXPERTS, gate="w1", up="w3", down="w2"),
@@ -289,5 +290,5 @@ KIMI_LINEAR = Family(
     "num_local_experts": "num_experts",
   },
   # transformers 5.23 saves the dense layers by the names of the others.
-  older_tensors={f"block_sparse_moe.{x}.": f"mlp.{x}." for x in _MLP.values()},
+  older_tensors={f"block_sparse_moe.{x}.": f"mlp.{x}." for x in GATED_MLP.values()},
 )

@@ -18,6 +18,7 @@ from lnssm_jax.pretrained.families.fields import (
   number,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import (
   CONSTANTS,
@@ -29,6 +30,7 @@ from lnssm_jax.pretrained.families.hybrids import (
 )
 from lnssm_jax.pretrained.families.llama import LAYER, TOP
 from lnssm_jax.pretrained.families.table import (
+  QKVO,
   Family,
   Row,
   convolution,
@@ -108,7 +110,7 @@ LFM2 = Family(
   name="lfm2",
   layout="hf",
   architecture="Lfm2ForCausalLM",
-  fields={x: y for x, y in FIELDS.items() if x not in ("attention_bias", "attention_dropout")}
+  fields=without(FIELDS, "attention_bias", "attention_dropout")
   | {
     "norm_eps": number(("norm_eps", f"{_ATTENTION}.norm_eps"), 1e-5),
     "tie_word_embeddings": flag("tie_embeddings", True),
@@ -136,14 +138,7 @@ LFM2 = Family(
   | norm("blocks.mixer_norm", f"{LAYER}.operator_norm")
   | norm("blocks.channel_norm", f"{LAYER}.ffn_norm")
   | linears("blocks.channel_mixer", f"{LAYER}.feed_forward", gate="w1", up="w3", down="w2")
-  | linears(
-    "blocks.softmax_attention",
-    f"{LAYER}.self_attn",
-    q_proj="q_proj",
-    k_proj="k_proj",
-    v_proj="v_proj",
-    o_proj="out_proj",
-  )
+  | linears("blocks.softmax_attention", f"{LAYER}.self_attn", **QKVO | {"o_proj": "out_proj"})
   | norm("blocks.softmax_attention.q_norm", f"{LAYER}.self_attn.q_layernorm")
   | norm("blocks.softmax_attention.k_norm", f"{LAYER}.self_attn.k_layernorm")
   | linears("blocks.short_conv", f"{LAYER}.conv", in_proj="in_proj", o_proj="out_proj")
@@ -181,7 +176,7 @@ LFM2_MOE = dataclasses.replace(
   LFM2,
   name="lfm2_moe",
   architecture="Lfm2MoeForCausalLM",
-  fields={x: field for x, field in LFM2.fields.items() if x not in _OF_DENSE}
+  fields=without(LFM2.fields, *_OF_DENSE)
   | {
     "channel_mixers": Field("channel_mixer", (list,)),
     "intermediate_size": size(f"{_DENSE}.hidden"),

@@ -23,6 +23,7 @@ from lnssm_jax.pretrained.families.fields import (
   same,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, of_layers, pattern
 from lnssm_jax.pretrained.families.kimi_linear import (
@@ -33,12 +34,11 @@ from lnssm_jax.pretrained.families.kimi_linear import (
   latent_attention,
 )
 from lnssm_jax.pretrained.families.llama import LAYER, TOP, rotary
-from lnssm_jax.pretrained.families.table import Row, experts, linear, linears
+from lnssm_jax.pretrained.families.table import GATED_MLP, Row, experts, linear, linears
 from lnssm_jax.pretrained.manifest import ExportError
 
 _KDA, _MOE = "mixer_options.kda", "channel_mixer_options.moe"
 _MIXER, _MLP = f"{LAYER}.attention", f"{LAYER}.mlp"
-_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _USUAL = {"num_attention_heads": 32, "head_dim": 128, "first_k_dense_replace": 2}
 _USUAL |= {"moe_intermediate_size": 768, "model_max_length": 262144}
 _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
@@ -57,7 +57,7 @@ def _normal(config: Config) -> Config:
       f"architectures={config['architectures']!r:.80}: Ling 2.5 and 2.6, which have this model_type"
       " too, are not implemented (lightning attention)."
     )
-  config = {x: v for x, v in _USUAL.items() if x not in config} | config
+  config = _USUAL | config
   L, every = count_of_layers(config), whole(config, "layer_group_size", 6)
   config.pop("layer_group_size", None)
   if config.get("layer_types") is None:
@@ -67,7 +67,7 @@ def _normal(config: Config) -> Config:
     "linear_head_dim": whole(config, "head_dim"),
     "linear_conv_kernel_dim": whole(config, "short_conv_kernel_size", 4),
   }
-  config = {x: v for x, v in config.items() if x not in ("head_dim", "short_conv_kernel_size")}
+  config = without(config, "head_dim", "short_conv_kernel_size")
   safe, bound = config.pop("kda_safe_gate", True), config.pop("kda_lower_bound", -5.0)
   if not isinstance(safe, bool):
     raise ExportError(f"kda_safe_gate={safe!r:.80} must be bool.")
@@ -128,7 +128,7 @@ LING = dataclasses.replace(
   KIMI_LINEAR,
   name="bailing_hybrid",
   architecture="BailingHybridForCausalLM",
-  fields={x: field for x, field in KIMI_LINEAR.fields.items() if x not in _NOT_THERE}
+  fields=without(KIMI_LINEAR.fields, *_NOT_THERE)
   | {
     "rms_norm_eps": number(("norm_eps", f"{_KDA}.norm_eps"), 1e-6),
     "intermediate_size": size("channel_mixer_options.swiglu.hidden", 6144),
@@ -159,9 +159,9 @@ LING = dataclasses.replace(
       "num_nextn_predict_layers",
     ),
   },
-  constants={x: v for x, v in KIMI_LINEAR.constants.items() if x != f"{ATTENTION}.positions"}
+  constants=without(KIMI_LINEAR.constants, f"{ATTENTION}.positions")
   | {f"{_KDA}.full_gates": True, f"{ATTENTION}.use_gate": "heads"},
-  rows={x: row for x, row in TOP.items() if x != "embedding"}
+  rows=without(TOP, "embedding")
   | {
     x: row
     for x, row in KIMI_LINEAR.rows.items()
@@ -173,11 +173,11 @@ LING = dataclasses.replace(
   | {"blocks.kda.log_rate": Row(f"{_MIXER}.A_log")}
   | latent_attention(_MIXER, pairs=True)
   | linears("blocks.softmax_attention", _MIXER, o_proj="dense", g_proj="g_proj")
-  | linears("blocks.channel_mixer", _MLP, **_PARTS)
-  | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_experts", **_PARTS)
+  | linears("blocks.channel_mixer", _MLP, **GATED_MLP)
+  | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_experts", **GATED_MLP)
   | linear("blocks.channel_mixer.router", f"{_MLP}.gate")
   | {"blocks.channel_mixer.router_bias": Row(f"{_MLP}.gate.expert_bias")}
-  | experts(_MLP, **_PARTS),
+  | experts(_MLP, **GATED_MLP),
   normal=_normal,
   written=_written,
   renamed=KIMI_LINEAR.renamed | {"num_mtp_layers": "num_nextn_predict_layers"},

@@ -18,6 +18,8 @@ from lnssm_jax.pretrained.families.fields import (
   whole,
 )
 from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -210,17 +212,8 @@ LLAMA = Family(
   normal=lambda config: rotary(heads(config)),
   written=rotary_written,
   rows=TOP
-  | linears(
-    "blocks.mixer",
-    f"{LAYER}.self_attn",
-    q_proj="q_proj",
-    k_proj="k_proj",
-    v_proj="v_proj",
-    o_proj="o_proj",
-  )
-  | linears(
-    "blocks.channel_mixer", f"{LAYER}.mlp", gate="gate_proj", up="up_proj", down="down_proj"
-  )
+  | linears("blocks.mixer", f"{LAYER}.self_attn", **QKVO)
+  | linears("blocks.channel_mixer", f"{LAYER}.mlp", **GATED_MLP)
   | norm("blocks.mixer_norm", f"{LAYER}.input_layernorm")
   | norm("blocks.channel_norm", f"{LAYER}.post_attention_layernorm"),
   skipped=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",

@@ -18,6 +18,7 @@ from lnssm_jax.pretrained.families.fields import (
   same,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.table import (
   TRANSPOSED,
@@ -149,7 +150,8 @@ STEPS = {
 
 def steps(config: Config, name: str = "time_step_limit") -> Config:
   """Writes out the range of step sizes as two settings."""
-  limit = config.pop(name, [0.0, math.inf])
+  limit = config.pop(name, None)
+  limit = [0.0, math.inf] if limit is None else limit
   if (
     not isinstance(limit, list)
     or len(limit) != 2
@@ -176,7 +178,7 @@ def _mamba2(config: Config) -> Config:
   if inner != H * P:
     raise ExportError(f"num_heads={H} times head_dim={P} is not expand hidden_size = {inner}.")
   config = steps(config | {"expand": expand, "head_dim": P})
-  return {name: value for name, value in config.items() if name != "num_heads"}
+  return without(config, "num_heads")
 
 
 def _mamba2_written(config: Config) -> Config:
@@ -298,7 +300,7 @@ def _ssm(layer: str):
 
 def _ssm_written(layer: str):
   def written(config: Config) -> Config:
-    kept = {n: x for n, x in config.items() if n not in ("architectures", "model_type")}
+    kept = without(config, "architectures", "model_type")
     kept = kept if layer == "Mamba1" else steps_written(kept, "dt_limit")
     options = {n: kept.pop(n) for n in (*_IN_LAYER, *_IN_LAYER_2) if n in kept}
     options.pop("D_has_hdim", None)

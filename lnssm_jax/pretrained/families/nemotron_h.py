@@ -26,6 +26,7 @@ from lnssm_jax.pretrained.families.fields import (
 from lnssm_jax.pretrained.families.hybrids import ATTENTION, pattern
 from lnssm_jax.pretrained.families.mamba import mamba2, steps, steps_written
 from lnssm_jax.pretrained.families.table import (
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -83,8 +84,6 @@ def _normal(config: Config) -> Config:
   P = whole(config, "mamba_head_dim", 64)
   if config.get("num_key_value_heads", 8) is None:
     config["num_key_value_heads"] = whole(config, "num_attention_heads", 32)
-  if config.get("time_step_limit") is None:
-    config.pop("time_step_limit", None)
   return steps(config) | {
     "num_hidden_layers": len(types),
     "mixers": [_KINDS[x][1] for x in kinds],
@@ -197,7 +196,7 @@ NEMOTRON_H = Family(
   | norm("blocks.mixer_norm", f"{_LAYER}.norm")
   | norm("blocks.channel_norm", f"{_LAYER}.norm")
   | linears("blocks.channel_mixer", _MIXER, up="up_proj", down="down_proj")
-  | linears("blocks.softmax_attention", _MIXER, **{f"{x}_proj": f"{x}_proj" for x in "qkvo"})
+  | linears("blocks.softmax_attention", _MIXER, **QKVO)
   | mamba2("blocks.mamba2", _MIXER),
   normal=_normal,
   written=_written,

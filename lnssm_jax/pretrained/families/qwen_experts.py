@@ -13,6 +13,7 @@ from lnssm_jax.pretrained.families.fields import (
   flag,
   free,
   size,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import (
   OF_FURTHER_TOKENS,
@@ -28,7 +29,16 @@ from lnssm_jax.pretrained.families.hybrids import (
   qwen3_next_written,
 )
 from lnssm_jax.pretrained.families.llama import LAYER
-from lnssm_jax.pretrained.families.table import Family, Row, Rows, View, experts, linear, linears
+from lnssm_jax.pretrained.families.table import (
+  GATED_MLP,
+  Family,
+  Row,
+  Rows,
+  View,
+  experts,
+  linear,
+  linears,
+)
 
 _MLP, _MOE = f"{LAYER}.mlp", "channel_mixer_options"
 _DENSE = ("intermediate_size", "moe_intermediate_size", "norm_topk_prob")
@@ -51,8 +61,7 @@ def fused(number: int) -> View:
 
 SWAPPED = View(lambda x: x.swapaxes(1, 2), lambda s: (s[0], s[2], s[1]))
 
-_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_EACH = experts(_MLP, **_PARTS)  # a tensor per expert
+_EACH = experts(_MLP, **GATED_MLP)  # a tensor per expert
 _TOGETHER: Rows = {
   "blocks.channel_mixer.experts.gate.kernel": Row(f"{_MLP}.experts.gate_up_proj", fused(0)),
   "blocks.channel_mixer.experts.up.kernel": Row(f"{_MLP}.experts.gate_up_proj", fused(1)),
@@ -61,7 +70,7 @@ _TOGETHER: Rows = {
 _SHARED = (
   linear("blocks.channel_mixer.router", f"{_MLP}.gate")
   | linear("blocks.channel_mixer.shared_gate", f"{_MLP}.shared_expert_gate")
-  | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_expert", **_PARTS)
+  | linears("blocks.channel_mixer.shared", f"{_MLP}.shared_expert", **GATED_MLP)
 )
 
 
@@ -69,11 +78,10 @@ def _with_experts(
   dense: Family, fields: Mapping[str, Field | Fixed | Free | Same], **changes: Any
 ) -> Family:
   """The table of the dense models, with experts and a shared one with a gate."""
-  usual = {x: field for x, field in dense.fields.items() if x not in _DENSE}
   rows = {x: row for x, row in dense.rows.items() if not x.startswith("blocks.channel_mixer")}
   return dataclasses.replace(
     dense,
-    fields=usual | _FIELDS | fields,
+    fields=without(dense.fields, *_DENSE) | _FIELDS | fields,
     constants=dense.constants | {"channel_mixer": "moe", f"{_MOE}.shared_gate": True},
     rows=rows | _SHARED | changes.pop("rows"),
     **changes,

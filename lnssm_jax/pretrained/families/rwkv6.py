@@ -1,6 +1,6 @@
 """RWKV-6 of fla, whose streams are in the order r, w, k, v, g; ours w, k, v, r, g."""
 
-from lnssm_jax.pretrained.families.fields import Config, Field, Fixed, free, number, size
+from lnssm_jax.pretrained.families.fields import Config, Field, Fixed, free, number, size, without
 from lnssm_jax.pretrained.families.fla import (
   ATTN,
   ENDS,
@@ -72,8 +72,7 @@ def _rwkv6(config: Config) -> Config:
 
 
 def _rwkv6_written(config: Config) -> Config:
-  config = config | {"norm_bias": config["norm"] == "layer"}
-  return {name: value for name, value in config.items() if name not in ("norm", "g_norm_eps")}
+  return without(config, "norm", "g_norm_eps") | {"norm_bias": config["norm"] == "layer"}
 
 
 RWKV6 = Family(

@@ -9,6 +9,7 @@ from lnssm_jax.pretrained.families.fields import (
   number,
   size,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.fla import (
   ATTN,
@@ -59,11 +60,8 @@ def _rwkv7(config: Config) -> Config:
 
 
 def _rwkv7_written(config: Config) -> Config:
-  config = config | {
-    "norm_bias": config["norm"] == "layer",
-    "head_dim": config["hidden_size"] // config["num_heads"],
-  }
-  return {name: value for name, value in config.items() if name != "norm"}
+  K = config["hidden_size"] // config["num_heads"]
+  return without(config, "norm") | {"norm_bias": config["norm"] == "layer", "head_dim": K}
 
 
 RWKV7 = Family(

@@ -60,6 +60,10 @@ class Row(NamedTuple):
 
 type Rows = dict[str, Row | list[Row]]
 
+# {a layer here: there}, in most families.
+QKVO = {f"{x}_proj": f"{x}_proj" for x in "qkvo"}
+GATED_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
 
 def linear(ours: str, theirs: str) -> Rows:
   """A linear layer, with its bias where it has one."""

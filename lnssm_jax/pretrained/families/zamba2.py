@@ -23,11 +23,13 @@ from lnssm_jax.pretrained.families.fields import (
   size,
   size_or_none,
   whole,
+  without,
 )
 from lnssm_jax.pretrained.families.hybrids import group, of_layers, pattern
 from lnssm_jax.pretrained.families.llama import LAYER, SILU, SIZES, TOP, rotary
 from lnssm_jax.pretrained.families.mamba import mamba2, steps, steps_written
 from lnssm_jax.pretrained.families.table import (
+  QKVO,
   TRANSPOSED,
   Family,
   Row,
@@ -88,8 +90,6 @@ def _normal(config: Config) -> Config:
   corrected = config.pop("use_shared_attention_adapter", False)
   if not isinstance(corrected, bool):
     raise ExportError(f"use_shared_attention_adapter={corrected!r:.80} must be bool.")
-  if config.get("time_step_limit") is None:
-    config.pop("time_step_limit", None)
   usual = {"num_key_value_heads": H, "intermediate_size": 4 * D}
   config |= {name: value for name, value in usual.items() if config.get(name) is None}
   return rotary(steps(config), usual_length=4096) | {
@@ -109,7 +109,7 @@ def _written(config: Config) -> Config:
     "n_mamba_heads": inner // config["mamba_headdim"],
     "use_shared_attention_adapter": config["attention_rank"] is not None,
   }
-  return {x: v for x, v in config.items() if x not in ("mixers", "attention_rank")}
+  return without(config, "mixers", "attention_rank")
 
 
 def _tensor(settings: Mapping[str, Any], name: str) -> str:
@@ -200,7 +200,7 @@ ZAMBA2 = Family(
   | _corrections()
   | norm("shared.mixer_norm", f"{_BLOCK}.input_layernorm")
   | norm("shared.channel_norm", f"{_BLOCK}.pre_ff_layernorm")
-  | linears("shared.mixer", f"{_BLOCK}.self_attn", **{f"{x}_proj": f"{x}_proj" for x in "qkvo"})
+  | linears("shared.mixer", f"{_BLOCK}.self_attn", **QKVO)
   | linear("shared.channel_mixer.down", f"{_BLOCK}.feed_forward.down_proj")
   | {
     f"shared.channel_mixer.{x}.{ours}": Row(
