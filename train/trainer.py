@@ -333,10 +333,9 @@ def _feed(
   votes: Callable[[], tuple[bool, bool]] | None = None,  # of several processes, in each batch
 ) -> Generator[Batch]:
   """The batches on their devices."""
-  where, size = device_mesh.batch_sharding(mesh), cfg.global_batch
-  rows = distributed.local_rows(where, size)
+  where = device_mesh.batch_sharding(mesh)
   for batch in batches:
-    placed = distributed.to_devices(batch, where, size, rows)
+    placed = distributed.to_devices(batch, where, cfg.global_batch)
     yield placed | ({"votes": distributed.ballot(mesh, votes())} if votes else {})
 
 

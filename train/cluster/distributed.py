@@ -141,6 +141,7 @@ def any_of(flag: bool) -> bool:
   return first_with(flag) is not None
 
 
+@functools.cache
 def local_rows(where: NamedSharding, global_batch: int) -> range:
   """Rows of a batch `[global_batch, T]` that are stored, at least in part, on local devices."""
   of_rows = NamedSharding(where.mesh, PartitionSpec(where.spec[0]))
@@ -151,16 +152,17 @@ def local_rows(where: NamedSharding, global_batch: int) -> range:
 
 
 def to_devices(
-  batch: dict[str, np.ndarray], where: NamedSharding, global_batch: int, rows: range
+  batch: dict[str, np.ndarray], where: NamedSharding, global_batch: int
 ) -> dict[str, jax.Array]:
   """Puts a batch on its devices, given the rows that this process has read (`local_rows`)."""
   if count() == 1:
     return jax.device_put(batch, where)
+  first = local_rows(where, global_batch).start
 
   def place(array):
     def part(index):
       begin, end, _ = index[0].indices(global_batch)
-      return array[(slice(begin - rows.start, end - rows.start), *index[1:])]
+      return array[(slice(begin - first, end - first), *index[1:])]
 
     return jax.make_array_from_callback((global_batch, *array.shape[1:]), where, part)
 

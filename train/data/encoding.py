@@ -47,10 +47,10 @@ def encode(
     parts = [split(document.text) if alone(document) else [] for document in batch]
     pieces = (piece for part in parts for piece in part)
     # In groups, because the library's results take far more memory than the ids.
-    groups = (tokenizer.encode_batch(group, special_tokens) for group in _batches(pieces, len))
+    groups = (tokenizer.encode_batch(group, special_tokens) for group in grouped(pieces, len))
     encoded = itertools.chain.from_iterable(groups)
     pairs = ((text[:prompt], text[prompt:]) for text, prompt, _ in batch if prompt)
-    several = _batches(pairs, lambda pair: len(pair[0]) + len(pair[1]))
+    several = grouped(pairs, lambda pair: len(pair[0]) + len(pair[1]))
     continued = itertools.chain.from_iterable(
       tokenizer.encode_continuations(group, special_tokens) for group in several
     )
@@ -69,7 +69,7 @@ def encode(
 
   pending: deque[Future[list[Encoded]]] = deque()
   with ThreadPoolExecutor(AHEAD, thread_name_prefix="tokenize") as pool:
-    for batch in _batches(documents, lambda document: len(document.text)):
+    for batch in grouped(documents, lambda document: len(document.text)):
       pending.append(pool.submit(run, batch))
       if len(pending) > AHEAD:
         yield from pending.popleft().result()
@@ -77,16 +77,19 @@ def encode(
       yield from pending.popleft().result()
 
 
-def _batches[T](items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-  batch, size = [], 0
+def grouped[T](
+  items: Iterable[T], characters: Callable[[T], int], least: int = BATCH
+) -> Iterator[list[T]]:
+  """Yields the items in groups, each with at least so many characters but the last."""
+  group, size = [], 0
   for item in items:
-    batch.append(item)
+    group.append(item)
     size += characters(item)
-    if size >= BATCH:
-      yield batch
-      batch, size = [], 0
-  if batch:
-    yield batch
+    if size >= least:
+      yield group
+      group, size = [], 0
+  if group:
+    yield group
 
 
 def limit_threads(workers: int | None) -> None:

@@ -38,7 +38,7 @@ import numpy as np
 from lnssm_jax.pretrained.special_tokens import InText
 from train.config import functions
 from train.data import packing, sources
-from train.data.encoding import encode
+from train.data.encoding import encode, grouped
 from train.data.errors import DataError
 from train.data.indexed import check_ids
 from train.data.sources import Document
@@ -102,7 +102,7 @@ class Stream(grain.IterDataset):
     """(epoch, number of the document in it, its tokens) from a document on, without end."""
     while True:
       any_tokens = document > 0
-      for group in _groups(self._texts(epoch, document)):
+      for group in grouped(self._texts(epoch, document), lambda text: len(text[1]), _GROUP):
         encoded = encode((Document(text) for _, text in group), self._tokenizer, self._special)
         for (number, _), row in zip(group, encoded, strict=True):
           where = f"{self.source}, document {number}"
@@ -304,15 +304,3 @@ def _reject(what: str, error: BaseException) -> NoReturn:
   """Raises a `SourceError`, with 1 if `error` is of a network, as it may be gone later."""
   code = 1 if isinstance(error, OSError) and error.filename is None else 2
   raise SourceError(f"{what}: {functions.explained(error)}.", code) from error
-
-
-def _groups(texts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-  group, size = [], 0
-  for number, text in texts:
-    group.append((number, text))
-    size += len(text)
-    if size >= _GROUP:
-      yield group
-      group, size = [], 0
-  if group:
-    yield group

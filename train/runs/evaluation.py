@@ -116,7 +116,7 @@ class Evaluator:
     where = device_mesh.batch_sharding(self._mesh)
     local = distributed.local_rows(where, rows)
     for batch in eval_batches(source, rows, local, count):
-      yield distributed.to_devices(batch, where, rows, local)
+      yield distributed.to_devices(batch, where, rows)
 
 
 @dataclasses.dataclass(frozen=True)

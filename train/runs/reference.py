@@ -62,7 +62,7 @@ def compute(
     say(f"reference   log-probabilities of {len(source):,} windows under the initial model")
     source.reference = None  # what the windows have before is no argument
     batches = eval_batches(source, size, rows)
-    parts = [step(params, distributed.to_devices(x, where, size, rows)) for x in batches]
+    parts = [step(params, distributed.to_devices(x, where, size)) for x in batches]
     found = np.concatenate([np.asarray(part) for part in parts])[: len(source)]
     if not np.isfinite(found).all():
       raise DataError(f"{source!r}: the initial model gives tokens a probability of 0 or none.")
