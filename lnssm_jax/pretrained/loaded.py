@@ -30,6 +30,69 @@ def sample_of(options: SamplingOptions) -> dict[str, Any]:
   return {"tokens": options.max_tokens, **own, "stop_tokens": stops}
 
 
+@overload
+def score(
+  model: "LoadedModel",
+  text: str,
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+  special_tokens: InText = "parse",
+) -> Score: ...
+@overload
+def score(
+  model: "LoadedModel",
+  text: Sequence[str],
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+  special_tokens: InText = "parse",
+) -> list[Score]: ...
+def score(
+  model: "LoadedModel",
+  text: str | Sequence[str],
+  *,
+  context: str | Sequence[str] = "",
+  batch: int = 8,
+  special_tokens: InText = "parse",
+) -> Score | list[Score]:
+  """Log-probabilities of the tokens of a text, or of each of several, `batch` at once.
+
+      lnssm_jax.score(lnssm_jax.load_model("exported"), "def f(x): return x").perplexity
+
+  Context and text are encoded as one text, as the tokenizer's own files encode it: also with the
+  tokens that they put around a text, of which those after it are scored. A token that has
+  characters of both is scored.
+
+  Args:
+    context: text before it, read but not scored; one for all texts, or one for each. Without it the
+      first token of a text is its context, unless the tokenizer puts one before every text.
+    special_tokens: as in `LoadedModel.generate`, for context and text.
+
+  Raises:
+    ValueError: there is no token to score, the logits are NaN, contexts and texts are no texts or
+      differ in number, the model has no tokenizer with it or a cache too small for the tokens, or
+      `batch` is no positive number.
+  """
+  if not isinstance(model, LoadedModel):
+    raise ValueError(
+      f"model is of the class {type(model).__name__}; give a LoadedModel, which load_model returns:"
+      " it has the tokenizer."
+    )
+  check_positive("batch", batch)
+  several, contexts = texts_of("text", text), texts_of("context", context)
+  if isinstance(context, str):
+    contexts *= len(several)
+  if len(contexts) != len(several):
+    raise ValueError(
+      f"context has {len(contexts)} texts for the {len(several)} of text; give one, or as many."
+    )
+  pairs = list(zip(contexts, several, strict=True))
+  how: Any = {"batch": batch, "special_tokens": special_tokens}
+  found = texts.scores(model.model, model.tokenizer, pairs, **how) if pairs else []
+  return found[0] if isinstance(text, str) else found
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
   """A trained model with what is known about it. It prints itself briefly.
@@ -228,34 +291,7 @@ class LoadedModel:
       self.model, self.tokenizer, prompt, options, until=until, special_tokens=special_tokens
     )
 
-  @overload
-  def score(
-    self,
-    text: str,
-    *,
-    context: str | Sequence[str] = "",
-    batch: int = 8,
-    special_tokens: InText = "parse",
-  ) -> Score: ...
-  @overload
-  def score(
-    self,
-    text: Sequence[str],
-    *,
-    context: str | Sequence[str] = "",
-    batch: int = 8,
-    special_tokens: InText = "parse",
-  ) -> list[Score]: ...
-  def score(
-    self,
-    text: str | Sequence[str],
-    *,
-    context: str | Sequence[str] = "",
-    batch: int = 8,
-    special_tokens: InText = "parse",
-  ) -> Score | list[Score]:
-    """Log-probabilities of the tokens of a text, or of each of several; see `lnssm_jax.score`."""
-    return score(self, text, context=context, batch=batch, special_tokens=special_tokens)
+  score = score  # the function above, of this model
 
   def __repr__(self) -> str:
     model, count = self.settings["model"], count_parameters(nnx.state(self.model, nnx.Param))
@@ -272,69 +308,6 @@ class LoadedModel:
         "  use    .model .settings .metrics .tokenizer .generate(text) .score(text)",
       ]
     )
-
-
-@overload
-def score(
-  model: LoadedModel,
-  text: str,
-  *,
-  context: str | Sequence[str] = "",
-  batch: int = 8,
-  special_tokens: InText = "parse",
-) -> Score: ...
-@overload
-def score(
-  model: LoadedModel,
-  text: Sequence[str],
-  *,
-  context: str | Sequence[str] = "",
-  batch: int = 8,
-  special_tokens: InText = "parse",
-) -> list[Score]: ...
-def score(
-  model: LoadedModel,
-  text: str | Sequence[str],
-  *,
-  context: str | Sequence[str] = "",
-  batch: int = 8,
-  special_tokens: InText = "parse",
-) -> Score | list[Score]:
-  """Log-probabilities of the tokens of a text, or of each of several, `batch` at once.
-
-      lnssm_jax.score(lnssm_jax.load_model("exported"), "def f(x): return x").perplexity
-
-  Context and text are encoded as one text, as the tokenizer's own files encode it: also with the
-  tokens that they put around a text, of which those after it are scored. A token that has
-  characters of both is scored.
-
-  Args:
-    context: text before it, read but not scored; one for all texts, or one for each. Without it the
-      first token of a text is its context, unless the tokenizer puts one before every text.
-    special_tokens: as in `LoadedModel.generate`, for context and text.
-
-  Raises:
-    ValueError: there is no token to score, the logits are NaN, contexts and texts are no texts or
-      differ in number, the model has no tokenizer with it or a cache too small for the tokens, or
-      `batch` is no positive number.
-  """
-  if not isinstance(model, LoadedModel):
-    raise ValueError(
-      f"model is of the class {type(model).__name__}; give a LoadedModel, which load_model returns:"
-      " it has the tokenizer."
-    )
-  check_positive("batch", batch)
-  several, contexts = texts_of("text", text), texts_of("context", context)
-  if isinstance(context, str):
-    contexts *= len(several)
-  if len(contexts) != len(several):
-    raise ValueError(
-      f"context has {len(contexts)} texts for the {len(several)} of text; give one, or as many."
-    )
-  pairs = list(zip(contexts, several, strict=True))
-  how: Any = {"batch": batch, "special_tokens": special_tokens}
-  found = texts.scores(model.model, model.tokenizer, pairs, **how) if pairs else []
-  return found[0] if isinstance(text, str) else found
 
 
 def texts_of(name: str, given: str | Iterable[str]) -> list[str]:
