@@ -9,7 +9,6 @@ from flax import nnx
 from lnssm_jax.mixers.common import flops
 from lnssm_jax.mixers.common.checks import check_finite
 from lnssm_jax.mixers.delta_net import DeltaBlock, DeltaNetState, value_widths
-from lnssm_jax.ops import delta_rule
 from lnssm_jax.ops.core.precision import wide
 
 
@@ -97,15 +96,11 @@ class Comba(DeltaBlock):
       p = jax.nn.sigmoid(wide(self.inner_gain[...]))[:, None] * p
     if self.correction_gain is not None:
       q = q - wide(self.correction_gain[...])[:, None] * p
-    y, recurrent = delta_rule(
-      self._queries_or_keys(q),
-      self._queries_or_keys(k),
-      v.astype(self.dtype),
-      self._rate(x),
+    y, recurrent = self._recur(
+      *(x, q, k, v, state, segment_ids),
       log_decay=self._decay_of_heads(x),
       erase_key=self._queries_or_keys(p),
       erase_before_decay=True,
-      **self._place(state, segment_ids),
     )
     if self.g_proj is None:
       out = self._silu_gated(y, None)

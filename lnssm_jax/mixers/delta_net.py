@@ -158,15 +158,19 @@ class DeltaBlock(Mixer[DeltaNetState]):
   def _mix_gated(self, x, state, segment_ids, *, log_decay, gate):
     """(W_o (RMSNorm(y) * silu(gate)), the state after the last token)."""
     q, k, v, convs = self._streams(x, state, segment_ids)
-    y, recurrent = delta_rule(
+    y, recurrent = self._recur(x, q, k, v, state, segment_ids, log_decay=log_decay)
+    return self._silu_gated(y, gate), DeltaNetState(*convs, recurrent)
+
+  def _recur(self, x, q, k, v, state, segment_ids, **more):
+    """The delta rule of the streams; `more` of its arguments."""
+    return delta_rule(
       self._queries_or_keys(q),
       self._queries_or_keys(k),
       v.astype(self.dtype),
       self._rate(x),
-      log_decay=log_decay,
+      **more,
       **self._place(state, segment_ids),
     )
-    return self._silu_gated(y, gate), DeltaNetState(*convs, recurrent)
 
   def _decay_of_heads(self, x):
     """log a [B, T, H']."""

@@ -154,14 +154,7 @@ class KDA(_ChannelDecays):
       log_decay = -rate * jax.nn.softplus(f)
     else:
       log_decay = self.lower_bound * jax.nn.sigmoid(rate * f)
-    y, recurrent = delta_rule(
-      self._queries_or_keys(q),
-      self._queries_or_keys(k),
-      v.astype(self.dtype),
-      self._rate(x),
-      log_decay=log_decay,
-      **self._place(state, segment_ids),
-    )
+    y, recurrent = self._recur(x, q, k, v, state, segment_ids, log_decay=log_decay)
     return self._finish(x, y), DeltaNetState(*convs, recurrent)
 
 
