@@ -420,14 +420,6 @@ def store_outputs(copies: Sequence[Copy]) -> None:
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def load_inputs(copies: Sequence[tuple[Ref, Ref]], arrived_barrier: Ref) -> None:
-  """Copies pairs (GMEM, SMEM), each on a barrier of its own, and waits for all of them."""
-  for index, (source_gmem, target_smem) in enumerate(copies):
-    plgpu.copy_gmem_to_smem(source_gmem, target_smem, arrived_barrier.at[index])
-  for index in range(len(copies)):
-    plgpu.barrier_wait(arrived_barrier.at[index])
-
-
 def broadcast_diagonal(square: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """The diagonal of [C, C], repeated along the columns of `shape`."""
   return broadcast_rows(jnp.sum(jnp.where(own_token(square.shape), square, 0.0), axis=1), shape)
