@@ -33,12 +33,17 @@ from lnssm_jax.mixers import Mixer, shard_time
 from lnssm_jax.models import Backbone as _NNXBackbone
 from lnssm_jax.models import LanguageModel as _NNXLanguageModel
 from lnssm_jax.models import VisionModel as _NNXVisionModel
+from lnssm_jax.ops.core.checks import check_names
 
 
 class Face(nn.Module):
   """Base class of all faces; `wrapped` is the NNX class, whose arguments are the fields."""
 
   wrapped: ClassVar[Any] = nnx.Module
+
+  def __new__(cls, *args: Any, **given: Any):
+    check_names(f"linen.{cls.__name__}", given, cls.__dataclass_fields__)
+    return super().__new__(cls)
 
   def _arguments(self) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(self)]
@@ -118,6 +123,8 @@ def face(module: type[nnx.Module]) -> type[Face]:
   are those of the face without it, which initializes them outside `jax.shard_map`.
   """
   arguments = dict(inspect.signature(module.__init__).parameters)
+  if "rngs" not in arguments:
+    raise ValueError(f"face: {module.__name__} has no argument rngs, from which parameters start.")
   del arguments["self"], arguments["rngs"]
   body: dict[str, Any] = {"wrapped": module, "__annotations__": {}, "__doc__": module.__doc__}
   body["__module__"] = __name__

@@ -21,7 +21,7 @@ class Bidirectional(nnx.Module):
   `shared`, which are the first's.
   """
 
-  def __init__(self, new: Callable[[], Mixer], *, shared: Sequence[str]):
+  def __init__(self, new: Callable[[], Mixer], *, shared: Sequence[str] = ()):
     self.forward = new()
     own = nnx.to_pure_dict(nnx.state(new(), nnx.Param))
     self.backward = _parameters({name: own[name] for name in own if name not in shared})

@@ -24,6 +24,7 @@ from lnssm_jax.mixers.common.checks import (
 from lnssm_jax.models.channel_mixers import CHANNEL_MIXERS
 from lnssm_jax.models.parallel import Parallel
 from lnssm_jax.models.shared import AFTER_SHARED, AfterShared
+from lnssm_jax.ops.core.checks import check_names
 from lnssm_jax.ops.core.dropout import check_rate
 
 NONE = "none"  # a layer without a mixer, or without a channel mixer
@@ -313,6 +314,7 @@ def _check_options(
 ) -> None:
   """Checks names and types of options against the arguments of a constructor."""
   allowed = sorted(parameters.keys() - _SET_BY_MODEL - without)
+  check_names(what, options, allowed)
   for name, value in options.items():
     kind = parameters[check_choice(f"{what}: option", name, allowed)].annotation
     if not fits(value, kind):
@@ -381,6 +383,7 @@ def configured[Config](cls: type[Config]) -> Callable[[Callable[..., None]], Cal
     @functools.wraps(build)
     def __init__(self, config: Config | None = None, /, **given: Any) -> None:
       more = {x.name: given.pop(x.name) for x in own[2:] if x.name in given}
+      check_names(name, given, fields)
       for option in given:
         check_choice(f"{name}: option", option, fields)
       if config is not None and given:

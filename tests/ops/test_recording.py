@@ -68,3 +68,5 @@ def test_arguments_named_as_elsewhere_are_told_their_names():
   x = jnp.ones((1, 2, 1, 4))
   with pytest.raises(ValueError, match="linear_attention: no argument 'g'; here it is log_decay"):
     ops.linear_attention(x, x, x, g=jnp.zeros((1, 2, 1)))  # pyrefly: ignore[unexpected-keyword]
+  with pytest.raises(TypeError, match="unexpected keyword argument 'g'"):  # it has no decay
+    ops.attention(x, x, x, g=jnp.zeros((1, 2, 1)))  # pyrefly: ignore[unexpected-keyword]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.export import is_symbolic_dim
 
-from lnssm_jax.ops.core.checks import check_shape, is_integer, is_number
+from lnssm_jax.ops.core.checks import check_names, check_shape, is_integer, is_number
 
 
 def check_choice[T](what: str, value: T, choices: Iterable[T], *, note: str = "") -> T:
@@ -48,9 +48,11 @@ def check_rngs(name: str, rngs: Any) -> None:
 def check_options(cls: type, options: Mapping[str, Any]) -> None:
   """Raises `ValueError` unless options of `cls` that are flags or numbers are given as such.
 
-  They are those that its constructor annotates with bool, or with float and maybe None.
+  They are those that its constructor annotates with bool, or with float and maybe None. An option
+  with another library's name raises, too.
   """
   kinds = _kinds(cls)
+  check_names(cls.__name__, options, kinds)
   for name, value in options.items():
     kind = kinds.get(name)
     if kind is bool and not isinstance(value, bool):

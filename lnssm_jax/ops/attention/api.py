@@ -172,6 +172,11 @@ def attention(
     check_floating(_NAME, name, x)
   check_shape(_NAME, "q", q, (None,) * 4, "[B, T, H, K]")
   B, T, H, K = q.shape
+  if k.ndim == 4 and k.shape[1] != T:
+    raise ValueError(
+      f"{_NAME}: k has {k.shape[1]} tokens and q {T}, but both are of one sequence;"
+      " models.CrossAttention reads another one, and initial_state continues a cache."
+    )
   check_shape(_NAME, "k", k, (B, T, None, K), "[B, T] of q, G key heads, K of q")
   G = k.shape[2]
   check_shape(_NAME, "v", v, (B, T, G, None), "[B, T, G] of k, then V")

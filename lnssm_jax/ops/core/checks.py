@@ -1,11 +1,51 @@
 """Argument checks at the public boundary of the ops."""
 
 import numbers
+from collections.abc import Container, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Arguments of other libraries by ours; one that is no name is for every function.
+_ELSEWHERE = {
+  name: ours
+  for ours, names in {
+    "log_decay": "g gk",
+    "value_log_decay": "gv",
+    "segment_ids": "cu_seqlens seqlens seq_idx",
+    "lengths": "mask attention_mask padding_mask",
+    "state": "past_key_values cache_params inference_params cache",
+    "dropout_key, without which nothing is dropped": "deterministic train training is_training",
+    "the second result, always": "output_final_state return_final_state use_cache",
+    "the first argument, [B, T, D] in place of tokens": "inputs_embeds",
+    "the method hidden_states": "output_hidden_states",
+    "dim": "hidden_size d_model embed_dim n_embd",
+    "num_layers": "n_layers n_layer num_hidden_layers depth",
+    "num_heads": "n_heads n_head num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "num_value_heads": "num_v_heads",
+    "state_dim": "d_state",
+    "conv_size": "d_conv use_short_conv",
+    "norm_scale": "elementwise_affine",
+    "channel_hidden": "intermediate_size d_ff",
+    "tie_embeddings": "tie_word_embeddings",
+    "mixers.redraw(module, kernel_init, rngs=rngs) afterwards": "kernel_init weight_init",
+  }.items()
+  for name in names.split()
+}
+
+
+def check_names(what: str, given: Iterable[str], known: Container[str]) -> None:
+  """Raises `ValueError` if an argument of `what` has another library's name for a known one."""
+  for name in given:
+    ours = None if name in known else _ELSEWHERE.get(name)
+    if ours is not None and (ours in known or not ours.isidentifier()):
+      raise ValueError(
+        f"{what}: no argument {name!r}; here it is {ours}"
+        " (docs/migration.md has the names of other libraries)."
+      )
 
 
 def is_number(value: Any) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lnssm_jax.ops.core.checks import check_names
+
 REPLICATED = -1  # in place of the position of the batch axis: a result without one
 
 
@@ -34,10 +36,13 @@ def under_auto_axes[**P, Result](
   """
 
   def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
-    name = list(inspect.signature(function).parameters)[argument]
+    known = inspect.signature(function).parameters
+    name = list(known)[argument]
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+      what = type(args[0]).__name__ if argument and args else function.__name__
+      check_names(what, kwargs, known)
       leaves, tree = jax.tree.flatten((args, kwargs))
       meshes = [mesh for mesh in map(_mesh, leaves) if mesh is not None]
       if not meshes or (len(args) <= argument and name not in kwargs):

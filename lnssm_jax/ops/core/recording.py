@@ -57,16 +57,6 @@ def recording() -> Iterator[list[OpCall]]:
     yield calls
 
 
-# Arguments of flash-linear-attention, by which their users call our ops.
-_ELSEWHERE = {
-  "g": "log_decay",
-  "gk": "log_decay",
-  "gv": "value_log_decay",
-  "cu_seqlens": "segment_ids",
-  "output_final_state": "the second result, always",
-}
-
-
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
   """Makes the calls of a public op go through the surrounding `observing`, if there is one."""
   signature = inspect.signature(function)
@@ -74,11 +64,6 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
   @functools.wraps(function)
   def called(*args: Any, **kwargs: Any) -> Any:
     observer = _observer.get()
-    for name in kwargs.keys() & _ELSEWHERE.keys() - signature.parameters.keys():
-      raise ValueError(
-        f"{function.__name__}: no argument {name!r}; here it is {_ELSEWHERE[name]}"
-        " (docs/migration.md has the names of other libraries)."
-      )
     if observer is None:
       return function(*args, **kwargs)
     bound = signature.bind(*args, **kwargs)
