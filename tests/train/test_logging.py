@@ -309,3 +309,13 @@ def test_run_summary_several_processes_explains_missing_text(tiny, monkeypatch, 
   out = capsys.readouterr().out
   assert "no text sample: no process has all parameters of the model" in out
   assert "lnssm-train generate --run-dir" in out
+
+
+def test_validation_on_the_default_text_is_said_where_training_is_not(tiny):
+  data = tiny().data
+  data.sources.update(train="mine.txt", validation="python-stdlib")
+  assert run_summary.other_validation(data) == [
+    "on python-stdlib, not on your text: --set data.sources.validation=TEXT takes another"
+  ]
+  data.sources.update(train="python-stdlib")
+  assert run_summary.other_validation(data) == []

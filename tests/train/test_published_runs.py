@@ -64,7 +64,10 @@ def test_published_model_is_scored_by_tasks(tmp_path, monkeypatch, capsys):
   loaded = train.load_model(folder)
   monkeypatch.setattr(type(loaded), "tokenizer", ByteTokenizer())
   assert main(["task", "lm", str(folder), str(text)]) == 0
-  assert f"{lnssm_jax.score(loaded, 'some text').perplexity:.4f}" in capsys.readouterr().out
+  found = f"{lnssm_jax.score(loaded, 'some text').perplexity:.4f}"
+  assert found in capsys.readouterr().out
+  assert main(["evaluate", "--run-dir", str(folder), "--input", str(text)]) == 0
+  assert found in capsys.readouterr().out
   with pytest.raises(ExportError, match=r"has the model of step 0, not of step 3"):
     train.load_model(folder, step=3)
 

@@ -82,9 +82,9 @@ def evaluate(options: argparse.Namespace) -> None:
     rows = report.tables["corpora"]
     show_json(rows) if options.json else show(report.text())
     return
-  if _is_exported(options):
+  if _is_saved(options):
     raise ValueError(
-      f"{options.run_dir} is an exported model and has no validation sets; name text by --input."
+      f"{options.run_dir} is a model and has no validation sets; name text by --input."
     )
   rows = evaluation.run(run_config(options), ema=options.ema)
   if options.json:
@@ -98,7 +98,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-  """Continues text with the model of a run or an exported model."""
+  """Continues text with the model of a run, an exported or a published one."""
   sources = [x for x in ("prompt", "prompt_file", "prompts") if getattr(options, x)]
   if len(sources) > 1:
     both = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
@@ -326,21 +326,22 @@ def config_of(options: argparse.Namespace) -> config.Train:
   return apply_overrides(config.load_config(options.config), options.set)
 
 
-def _is_exported(options: argparse.Namespace) -> bool:
-  """Whether --run-dir, without --config, is an exported model."""
-  from lnssm_jax.pretrained import exports
+def _is_saved(options: argparse.Namespace) -> bool:
+  """Whether --run-dir, without --config, is an exported or a published model."""
+  from lnssm_jax.pretrained import exports, folders
 
-  return bool(options.run_dir) and not options.config and exports.is_exported(options.run_dir)
+  path = "" if options.config else options.run_dir
+  return bool(path) and (exports.is_exported(path) or folders.is_published(path))
 
 
 def _model(options: argparse.Namespace) -> "LoadedModel":
-  """The model of --run-dir, a run or an exported model, or of --config; --ema: its average."""
+  """The model of --run-dir, of any kind, or of --config; --ema: its average."""
   from train.runs import loading
 
-  if not _is_exported(options):
+  if not _is_saved(options):
     return loading.of_run(run_config(options), ema=options.ema)
   if options.set:
-    raise ValueError("--set changes settings of a run; an exported model has none.")
+    raise ValueError(f"--set changes settings of a run; the model {options.run_dir} has none.")
   return loading.load_model(options.run_dir, ema=options.ema)
 
 

@@ -182,7 +182,7 @@ def _add_evaluate(added: Commands) -> None:
   evaluate = added.add(
     "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
   )
-  _add_config(evaluate, of="or an exported model")
+  _add_config(evaluate, of="or an exported or a published model")
   evaluate.add_argument(
     "--input",
     nargs="+",
@@ -198,7 +198,7 @@ def _add_evaluate(added: Commands) -> None:
 
 def _add_generate(added: Commands) -> None:
   generate = added.add("generate", commands.generate, "Continue text with the model of a run.")
-  _add_config(generate, of="or an exported model")
+  _add_config(generate, of="or an exported or a published model")
   generate.add_argument(
     "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
   )

@@ -47,7 +47,8 @@ def make_mesh(cfg: config.Train) -> Mesh:
   if count > len(devices):
     raise ValueError(
       f"{label} need {count} devices, but jax finds {len(devices)} ({devices[0].device_kind}); "
-      "lower one of them, or use mesh.data=-1 for all that remain."
+      "lower one of them, or use mesh.data=-1 for all that remain. For a dry run set"
+      f" XLA_FLAGS=--xla_force_host_platform_device_count={count} JAX_PLATFORMS=cpu."
     )
   if distributed.count() > 1 and count < len(devices):
     raise ValueError(

@@ -46,6 +46,7 @@ _ELSEWHERE = {
     "'model.num_heads'": "n_heads n_head num_attention_heads heads",
     "'model.channel_hidden'": "intermediate_size ffn_dim mlp_dim d_ff",
     "'model.channel_mixer'": "mlp ffn activation",
+    "'model.initialization'": "kernel_init weight_init init_method",
     "'model.mixer'": "attention model_type arch layer_type mixers",
     "'model.residual_dropout' (also embedding_dropout, drop_path)": "dropout dropout_rate",
     "'model.dtype'": "precision mixed_precision bf16",
@@ -55,7 +56,7 @@ _ELSEWHERE = {
     "'data.train', a dictionary of weights by set": "weights mixture mixture_weights",
     "'data.fields', the keys of the rows of a set": "text_key text_column text_field columns",
     "'data.tokenizer'": "tokenizer_path tokenizer_name tokenizer_file vocab_file",
-    "'data.sources', text that is tokenized to files as a stream": "streaming stream",
+    "'data.stream'": "streaming stream",
     "'eval_tokens'": "eval_batches eval_iters max_eval_batches limit_val_batches",
     "'data.validation'": "val_data eval_dataset eval_data validation_files",
   }.items()

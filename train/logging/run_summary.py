@@ -10,6 +10,7 @@ from lnssm_jax.models import count_parameters
 from train import config
 from train.callbacks import sample_of
 from train.cluster import distributed
+from train.data.sources import STDLIB
 from train.data.streams import Stream
 from train.data.windows import Mixture, TokenWindows
 from train.logging.console import Console, short
@@ -33,6 +34,16 @@ def describe(model: config.Model, params: Any) -> str:
   idle = flops.idle_entries(jax.eval_shape(lambda: build_model(model, jax.random.key(0))))
   active = f", of which a token uses {count - idle:,}" if idle else ""
   return f"{model.mixer}, {count:,} parameters{active}"
+
+
+def other_validation(data: config.Data) -> list[str]:
+  """Validation sets that are still the default text, where none of training is."""
+  sets = lambda names: [name for name in names if data.sources.get(name) == STDLIB]
+  return [
+    f"on {STDLIB}, not on your text: --set data.sources.{name}=TEXT takes another"
+    for name in sets(data.validation)
+    if not sets(data.train)
+  ]
 
 
 def start(
@@ -59,6 +70,8 @@ def start(
       console.say(f"data        {share}: {amount(source.sets[name], epochs)}")
   else:
     console.say(f"data        {amount(source, rows / len(source))}")
+  for line in other_validation(cfg.data):
+    console.say(f"validation  {line}")
   console.say(f"run folder  {run.path}")
   if step:
     console.say(f"resuming    after step {step} of {cfg.steps}")
