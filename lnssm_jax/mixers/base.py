@@ -149,7 +149,7 @@ class Mixer[State](nnx.Module):
     """
     self._check(x, state, segment_ids)
     if dropout_key is not None and self.attention_dropout:
-      return *self._mix_dropping(x, state, segment_ids, dropout_key), None
+      return self._mix_dropping_with_aux(x, state, segment_ids, dropout_key)
     mix = recomputed(self._mix_with_aux) if self.recomputes else self._mix_with_aux
     return mix(x, state, segment_ids)
 
@@ -274,6 +274,16 @@ class Mixer[State](nnx.Module):
   ) -> tuple[jax.Array, State, Aux | None]:
     """`with_aux` on checked arguments."""
     return *self._mix_dropping(x, state, segment_ids, None), None
+
+  def _mix_dropping_with_aux(
+    self,
+    x: jax.Array,
+    state: State | None,
+    segment_ids: jax.Array | None,
+    dropout_key: jax.Array,
+  ) -> tuple[jax.Array, State, Aux | None]:
+    """`_mix_with_aux` with dropout: of a mixer that has both, such as one made of others."""
+    return *self._mix_dropping(x, state, segment_ids, dropout_key), None
 
   def _place(self, state: Any, segment_ids: jax.Array | None) -> dict[str, Any]:
     """The arguments by which an op continues `state`, its own, on this shard of the sequence."""

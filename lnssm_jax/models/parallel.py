@@ -72,21 +72,25 @@ class Parallel(Mixer[tuple[Any, ...]]):
     return self._mix_dropping(x, state, segment_ids, None)
 
   def _mix_dropping(self, x, state, segment_ids, dropout_key):
-    keys = [None if dropout_key is None else fold(dropout_key, n) for n in range(len(self.names))]
-    run = lambda mixer, x, own, key: (*mixer(x, own, segment_ids, dropout_key=key), None)
-    return self._sum(run, x, state, keys)[:2]
+    run = lambda mixer, *args, **key: (*mixer(*args, **key), None)
+    return self._sum(run, x, state, segment_ids, dropout_key)[:2]
 
   def _mix_with_aux(self, x, state, segment_ids):
-    run = lambda mixer, x, own, _: mixer.with_aux(x, own, segment_ids)
-    return self._sum(run, x, state, [None] * len(self.names))
+    return self._mix_dropping_with_aux(x, state, segment_ids, None)
 
-  def _sum(self, run, x, state, keys):
+  def _mix_dropping_with_aux(self, x, state, segment_ids, dropout_key):
+    run = lambda mixer, *args, **key: mixer.with_aux(*args, **key)
+    return self._sum(run, x, state, segment_ids, dropout_key)
+
+  def _sum(self, run, x, state, segment_ids, dropout_key):
     scaled = lambda x, scale: x if scale == 1 else x * scale
     total: Any = None
     states, aux = [], None
     for n, mixer in enumerate(self._all):
       of_mixer = None if state is None else state[n]
-      y, last, own = run(mixer, scaled(x, self.input_scales[n]), of_mixer, keys[n])
+      key = None if dropout_key is None else fold(dropout_key, n)
+      of_input = scaled(x, self.input_scales[n])
+      y, last, own = run(mixer, of_input, of_mixer, segment_ids, dropout_key=key)
       y = scaled(y, self.output_scales[n])
       total = y if total is None else total + y
       aux = aux if own is None else joined(aux, own)

@@ -159,7 +159,10 @@ class AfterShared(Mixer[tuple[Any, Any]]):
     del positions, rotary_base, activation, use_bias, layer, num_blocks  # of the blocks
     (self.mixer,) = mixers.values()
     self.dim, self.block, self.num_heads, self.dtype = dim, block, num_heads, jnp.dtype(dtype)
-    self.max_length, self.attention_dropout = max_length, attention_dropout
+    # Of the mixer's own attention, too.
+    own_length = getattr(self.mixer, "max_length", None) or max_length
+    self.reach, self.max_length = max_length, min(max_length, own_length)
+    self.attention_dropout = max(attention_dropout, self.mixer.attention_dropout)
     self.head_dim = check_heads(2 * dim, num_heads)
     self.num_kv_heads = check_groups("num_kv_heads", num_kv_heads, num_heads)
 
@@ -192,7 +195,7 @@ class AfterShared(Mixer[tuple[Any, Any]]):
 
   def _init_state(self, B):
     widths = {"kv_heads": self.num_kv_heads, "key_dim": self.head_dim}
-    cache = attention.init_state(batch=B, **widths, window=self.max_length, dtype=self.dtype)
+    cache = attention.init_state(batch=B, **widths, window=self.reach, dtype=self.dtype)
     return cache, self.mixer.init_state(B)
 
   def _mix(self, x, state, segment_ids):
@@ -204,8 +207,11 @@ class AfterShared(Mixer[tuple[Any, Any]]):
     return y, (cache, own)
 
   def _mix_with_aux(self, x, state, segment_ids):
-    read, cache, own, _ = self._read(x, state, segment_ids, None)
-    y, own, aux = self.mixer.with_aux(read, own, segment_ids)
+    return self._mix_dropping_with_aux(x, state, segment_ids, None)
+
+  def _mix_dropping_with_aux(self, x, state, segment_ids, dropout_key):
+    read, cache, own, key = self._read(x, state, segment_ids, dropout_key)
+    y, own, aux = self.mixer.with_aux(read, own, segment_ids, dropout_key=key)
     return y, (cache, own), aux
 
   def _read(self, x, state, segment_ids, dropout_key):
