@@ -1,5 +1,6 @@
 """Published models against what their own code computes, as recorded by `make test-peers`."""
 
+import functools
 import json
 import re
 import tracemalloc
@@ -21,6 +22,7 @@ from lnssm_jax.pretrained.families import family_of, hybrids
 from lnssm_jax.pretrained.families.griffin import RECURRENT_GEMMA
 from tests.devices import result_of
 from tests.peers.maps import rwkv6
+from tests.pretrained import read_models
 from tests.pretrained.published import CASES, recorded, write
 
 
@@ -87,6 +89,7 @@ def saved_cases():
 def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
   folder = write(tmp_path / "theirs", case, dtype=np.float32)
   loaded = hugging_face.load(folder)
+  assert_parameters_as_recorded(case, loaded.model)
   layout = "fla" if case.startswith("fla") else "hf"
   model, settings, kind = (
     loaded.model,
@@ -103,6 +106,28 @@ def test_published_model_saved_again_has_equal_bytes(case, tmp_path):
   for name in after:
     assert before.kind(name) == after.kind(name)
     assert before[name].tobytes() == after[name].tobytes(), name
+
+
+def assert_parameters_as_recorded(case, model):
+  want = read_recorded()["parameters"][case]
+  assert read_models.parameters_number(model) == pytest.approx(want, rel=1e-5, abs=1e-4)
+
+
+@functools.cache
+def read_recorded():
+  return json.loads(read_models.FILE.read_text())
+
+
+def test_settings_of_every_recorded_file_are_those_of_which_values_were_compared():
+  """Most values are compared by slow tests alone, of these settings and parameters."""
+  found = {case: read_models.settings_number(x) for case, x in read_models.configs().items()}
+  assert found == read_recorded()["settings"]
+
+
+@pytest.mark.parametrize("case", ["bailing_hybrid_limits", "kimi_linear", "zamba2_adapters"])
+def test_parameters_of_a_file_that_slow_tests_save_again_are_the_recorded_ones(case, tmp_path):
+  model = hugging_face.load(write(tmp_path, case, dtype=np.float32)).model
+  assert_parameters_as_recorded(case, model)
 
 
 def test_settings_of_images_and_of_further_tokens_change_no_text_model():
@@ -124,6 +149,13 @@ def test_layer_of_further_tokens_of_ling_is_left_out():
   tensors = types.SimpleNamespace(shapes=dict.fromkeys(names, (2, 2)))
   kept = hugging_face._without_skipped(family, family.settings(config), tensors)
   assert list(kept) == names[:1]
+
+
+def test_gate_of_ling_that_is_not_safe_has_no_bound():
+  config = recorded("bailing_hybrid").config
+  read = lambda **change: family_of(config).settings(config | change)["mixer_options"]["kda"]
+  assert read(kda_lower_bound=-3)["lower_bound"] == -3.0
+  assert read(kda_safe_gate=False)["lower_bound"] is None
 
 
 def test_w_o_of_kda_in_ling_is_read_by_the_name_that_transformers_saves():

@@ -258,6 +258,8 @@ CONTRADICTIONS = [
     "needs a chunk_size above its local_size",
   ),
   ("ling-3.0-tiny", {"use_nGPT": True}, "use_nGPT=True is not implemented"),
+  ("ling-3.0-tiny", {"expert_swiglu_limit_list": [-1.0]}, "must be a list of numbers, 0 or more"),
+  ("ling-3.0-tiny", {"expert_swiglu_limit_list": [1.0]}, "has 1 numbers, but num_hidden_layers"),
   (
     "ling-3.0-tiny",
     {"architectures": ["BailingMoeV2_5ForCausalLM"]},
