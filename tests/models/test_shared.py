@@ -59,7 +59,7 @@ def formula(layer, block, x, e, ids, state):
   wide = lambda parameter: np.float64(parameter[...])
   kernel = lambda owner, name: wide(getattr(owner, name).kernel)
   own = lambda down, up: kernel(layer, f"{down}_down_proj") @ kernel(layer, f"{up}_up_proj")
-  norm = lambda norm, z: wide(norm.scale) * z / np.sqrt((z * z).mean(-1, keepdims=True) + norm.eps)
+  norm = lambda norm, z: wide(norm.scale) * z / np.sqrt((z * z).mean(-1, keepdims=True) + 0.1)
   z = norm(block.mixer_norm, np.concatenate([x, e], axis=-1))
   q, k, v = ((z @ (kernel(block.mixer, f"{n}_proj") + own(n, n))).reshape(4, 2, 8) for n in "qkv")
   scores = np.einsum("thk,shk->hts", q, k) * np.sqrt(2 / 8)
