@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import conversion
+from experiments import conversion
 
 pytestmark = pytest.mark.slow
 PERIOD = np.random.default_rng(0).integers(97, 123, 40, np.uint8)

@@ -1,7 +1,7 @@
 """Losses of a trained model before it is converted, just after, and after some more training.
 
-    python -m benchmarks.conversion
-    python -m benchmarks.conversion --only sse --steps 1000 --more 200
+    python -m experiments.conversion
+    python -m experiments.conversion --only sse --steps 1000 --more 200
 
 Trains a small Transformer, and a small GLA, on bytes of Python's standard library, and continues
 them with other mixers by `models.replace_mixers` and `mixers.expand_partitions`. Each line has the
