@@ -7,15 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-  csv_rows,
-  numerics,
-  plot_kernels,
-  scan_kernels,
-  scan_peers,
-  scans,
-  serving,
-)
+from benchmarks import csv_rows, numerics, plot_kernels, scan_kernels, scan_peers, scans, serving
 
 
 @pytest.mark.slow

@@ -21,12 +21,7 @@ from lnssm_jax.mixers.common.checks import (
 )
 from lnssm_jax.mixers.common.initializers import step_size_bias, uniform_fan_in
 from lnssm_jax.mixers.common.norms import RMSNorm
-from lnssm_jax.mixers.common.projections import (
-  Linear,
-  merge_heads,
-  split_heads,
-  split_linear,
-)
+from lnssm_jax.mixers.common.projections import Linear, merge_heads, split_heads, split_linear
 from lnssm_jax.mixers.common.short_convolution import ShortConvolution
 from lnssm_jax.ops import (
   ConvState,

@@ -22,12 +22,7 @@ from lnssm_jax.mixers.common.routing import (
   is_selected,
   top_k,
 )
-from lnssm_jax.ops import (
-  DeltaRuleState,
-  LinearAttentionState,
-  SparseState,
-  sparse_state_attention,
-)
+from lnssm_jax.ops import DeltaRuleState, LinearAttentionState, SparseState, sparse_state_attention
 from lnssm_jax.ops.core.precision import wide
 from lnssm_jax.ops.core.states import register_state
 

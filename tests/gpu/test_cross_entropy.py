@@ -13,13 +13,7 @@ import pytest
 
 from lnssm_jax.ops.cross_entropy import pallas
 from lnssm_jax.ops.cross_entropy.types import CrossEntropy
-from tests.gpu.hardware import (
-  alone,
-  assert_bits_repeat,
-  compiled,
-  fill_memory_with_nan,
-  same_bits,
-)
+from tests.gpu.hardware import alone, assert_bits_repeat, compiled, fill_memory_with_nan, same_bits
 from tests.kernels.test_cross_entropy import BF16, F32, Case, check, drawn
 from train.step.loss import next_token_loss
 

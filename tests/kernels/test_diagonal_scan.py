@@ -21,12 +21,7 @@ from tests.kernels.interpreted import (
   assert_transformations,
   documents_begin_at,
 )
-from tests.kernels.lowered import (
-  assert_shard_map_keeps_shapes,
-  kernels_in,
-  kernels_traced,
-  total,
-)
+from tests.kernels.lowered import assert_shard_map_keeps_shapes, kernels_in, kernels_traced, total
 from tests.ops import contract
 from tests.ops.cases.diagonal_scan import DIAGONAL_SCAN, Case
 

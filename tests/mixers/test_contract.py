@@ -17,15 +17,7 @@ from lnssm_jax.mixers import MIXERS
 from lnssm_jax.mixers.common.lengths import run_rows
 from tests.mixers import initial_values, tiny
 from tests.mixers.helpers import apply, relative_error, split
-from tests.mixers.tiny import (
-  DIM,
-  TINY,
-  core_mixers,
-  expected,
-  initial,
-  randomized,
-  starting,
-)
+from tests.mixers.tiny import DIM, TINY, core_mixers, expected, initial, randomized, starting
 from tests.narrow_arithmetic import narrow_arithmetic
 
 B, T = 2, 7

@@ -8,14 +8,7 @@ from flax import nnx
 
 from lnssm_jax.mixers import LNSSM, LNSSMState
 from lnssm_jax.ops import LinearAttentionState
-from tests.mixers.helpers import (
-  apply,
-  float64_params,
-  inputs,
-  random_lnssm,
-  relative_error,
-  split,
-)
+from tests.mixers.helpers import apply, float64_params, inputs, random_lnssm, relative_error, split
 from tests.mixers.references import lnssm as reference
 
 OPTIONS = [

@@ -6,21 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.mixers import (
-  GLA,
-  QLSTM,
-  RWKV5,
-  Mamba,
-  Mamba2,
-  QLSTMReversed,
-)
+from lnssm_jax.mixers import GLA, QLSTM, RWKV5, Mamba, Mamba2, QLSTMReversed
 from tests.devices import result_of
 from tests.mixers.helpers import apply, relative_error
-from tests.mixers.references import (
-  linear_attention,
-  mamba,
-  qlstm,
-)
+from tests.mixers.references import linear_attention, mamba, qlstm
 from tests.mixers.tiny import DIM, disturbed, inputs
 
 HEADS = {"num_heads": 2}

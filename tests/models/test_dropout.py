@@ -10,14 +10,7 @@ from flax import nnx
 
 from lnssm_jax import linen
 from lnssm_jax.mixers import LRN, LinearAttention, NormalizedAttention, SoftmaxAttention
-from lnssm_jax.models import (
-  Block,
-  LanguageModel,
-  ModelConfig,
-  VisionConfig,
-  VisionModel,
-  layers,
-)
+from lnssm_jax.models import Block, LanguageModel, ModelConfig, VisionConfig, VisionModel, layers
 from lnssm_jax.models import dropout as model_dropout
 from lnssm_jax.models.dropout import ModelDropout
 from lnssm_jax.models.vision_model import Bidirectional, VisionBlock

@@ -29,14 +29,7 @@ from train.runs.run_folder import InUseError, RunFolder, RunFolderError
 from train.runs.run_lock import LockedError, RunLock
 from train.step.state import initializer
 from train.sweeps import tuning
-from train.sweeps.groups import (
-  Group,
-  group,
-  group_folder,
-  result_row,
-  text_scores,
-  unfinished,
-)
+from train.sweeps.groups import Group, group, group_folder, result_row, text_scores, unfinished
 from train.sweeps.spec import Run, Sweep
 from train.sweeps.text import Text
 from train.sweeps.work import Measuring, Scores, Work

@@ -23,13 +23,7 @@ from lnssm_jax.ops.delta_rule import facts
 from lnssm_jax.ops.delta_rule.chunked import chunked
 from lnssm_jax.ops.delta_rule.reference import associative, reference
 from lnssm_jax.ops.delta_rule.sharded import sharded
-from lnssm_jax.ops.delta_rule.types import (
-  RESULT_AXES,
-  DeltaRuleState,
-  Inputs,
-  Options,
-  init_state,
-)
+from lnssm_jax.ops.delta_rule.types import RESULT_AXES, DeltaRuleState, Inputs, Options, init_state
 
 _NAME = "delta_rule"
 _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)

@@ -14,10 +14,7 @@ import numpy as np
 from lnssm_jax.ops.causal_conv1d.types import ConvState
 from lnssm_jax.ops.core.cases import B, Scan, log_decay
 from lnssm_jax.ops.long_convolution.api import long_convolution
-from lnssm_jax.ops.long_convolution.types import (
-  ExponentialKernel,
-  ExponentialState,
-)
+from lnssm_jax.ops.long_convolution.types import ExponentialKernel, ExponentialState
 
 
 @dataclass(frozen=True)

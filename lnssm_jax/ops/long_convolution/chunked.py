@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax.ops.core.chunking import chunk_of, scan_constant_decay
-from lnssm_jax.ops.long_convolution.exponentials import (
-  exponentials,
-  parts,
-  read_parts,
-  whole,
-)
+from lnssm_jax.ops.long_convolution.exponentials import exponentials, parts, read_parts, whole
 from lnssm_jax.ops.long_convolution.taps import convolve_in_blocks
 from lnssm_jax.ops.long_convolution.types import ExponentialState, Inputs, Options
 from pallas_kernels.core.gradients import custom_vjp

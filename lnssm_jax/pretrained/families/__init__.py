@@ -19,20 +19,10 @@ from lnssm_jax.pretrained.families.kimi_linear import KIMI_LINEAR
 from lnssm_jax.pretrained.families.lfm2 import LFM2, LFM2_MOE
 from lnssm_jax.pretrained.families.ling import LING
 from lnssm_jax.pretrained.families.llama import LLAMA
-from lnssm_jax.pretrained.families.mamba import (
-  FALCON_MAMBA,
-  MAMBA,
-  MAMBA2,
-  MAMBA2_SSM,
-  MAMBA_SSM,
-)
+from lnssm_jax.pretrained.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2, MAMBA2_SSM, MAMBA_SSM
 from lnssm_jax.pretrained.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from lnssm_jax.pretrained.families.olmo_hybrid import OLMO_HYBRID
-from lnssm_jax.pretrained.families.qwen_experts import (
-  QWEN3_5_MOE,
-  QWEN3_5_MOE_TEXT,
-  QWEN3_NEXT_MOE,
-)
+from lnssm_jax.pretrained.families.qwen_experts import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT_MOE
 from lnssm_jax.pretrained.families.rwkv4 import RWKV4
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
 from lnssm_jax.pretrained.families.rwkv7 import RWKV7

@@ -4,14 +4,7 @@ import dataclasses
 from typing import Any
 
 from lnssm_jax.pretrained.families import fla
-from lnssm_jax.pretrained.families.fields import (
-  Config,
-  Field,
-  choice,
-  number,
-  size,
-  size_or_none,
-)
+from lnssm_jax.pretrained.families.fields import Config, Field, choice, number, size, size_or_none
 from lnssm_jax.pretrained.families.hybrids import pattern
 from lnssm_jax.pretrained.families.rwkv6 import RWKV6
 from lnssm_jax.pretrained.families.table import QKVO, Family, linears

@@ -1,22 +1,7 @@
 """RWKV-4, of transformers."""
 
-from lnssm_jax.pretrained.families.fields import (
-  Config,
-  Fixed,
-  flag,
-  free,
-  same,
-  size,
-  whole,
-)
-from lnssm_jax.pretrained.families.table import (
-  TRANSPOSED,
-  TWO_AXES,
-  Family,
-  Row,
-  linears,
-  norm,
-)
+from lnssm_jax.pretrained.families.fields import Config, Fixed, flag, free, same, size, whole
+from lnssm_jax.pretrained.families.table import TRANSPOSED, TWO_AXES, Family, Row, linears, norm
 
 _LAYER = "rwkv.blocks.{}"
 _ATTENTION, _FEED_FORWARD = f"{_LAYER}.attention", f"{_LAYER}.feed_forward"

@@ -11,15 +11,7 @@ from lnssm_jax.pretrained.families.fields import (
   whole,
   without,
 )
-from lnssm_jax.pretrained.families.fla import (
-  ATTN,
-  ENDS,
-  FIELDS,
-  LAYER,
-  RENAMED,
-  boolean,
-  normal,
-)
+from lnssm_jax.pretrained.families.fla import ATTN, ENDS, FIELDS, LAYER, RENAMED, boolean, normal
 from lnssm_jax.pretrained.families.table import (
   TWO_AXES,
   Family,
