@@ -9,7 +9,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
 from lnssm_jax.ops.core import dispatch
@@ -55,9 +54,7 @@ def drawn(name, case, dtypes=(F32, F32)):
 def check(name, case, dtypes, monkeypatch, **options):
   """Values and all gradients, as the contract has it, of the kernels with `options`."""
   scan, module = SCANS[name]
-  interpret = plgpu.InterpretGPUParams(detect_races=True)
-  run = functools.partial(module.run, interpret=interpret, **options)
-  monkeypatch.setattr(module, "interpreted", run)
+  monkeypatch.setattr(module, "run", functools.partial(module.run, **options))
   inputs = scan.inputs(case)
   call = lambda x, form: scan.compared(*scan(case, x, implementation=form))
   given = dtypes_of(scan, inputs, dtypes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax.ops.linear_attention import pallas
+from lnssm_jax.ops.core import dispatch
 from pallas_kernels.core.boundaries import DocumentBoundaries
 from pallas_kernels.core.decay_tables import (
   TableGradients,
@@ -57,7 +57,7 @@ def test_scalar_decay_tables_with_documents_hold_the_reset(tokens):
 
 def test_token_decay_kernels_equal_the_tables_of_each_document_and_their_gradient():
   """Of a row of two documents and padding, against XLA's tables of each document apart."""
-  backend = Backend(pallas.interpreted.keywords["interpret"])
+  backend = Backend(dispatch.interpreter())
   rng = np.random.default_rng(0)
   cut, length, padded = 20, 45, CHUNK  # the second document follows token 20
   log_decay = jnp.asarray(-rng.exponential(0.3, (1, length, 1)), jnp.float32)

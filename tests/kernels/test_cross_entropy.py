@@ -336,14 +336,14 @@ def test_loss_under_shard_map_keeps_shapes():
 
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_cross_entropy_kernel_gets_the_rows_of_each_device(axis, monkeypatch):
-  """With a gradient and without one, as `interpreted` sees them."""
+  """With a gradient and without one, as `run` sees them."""
   seen = []
 
-  def watched(inputs, options):
+  def watched(inputs, options, interpret):
     seen.append(inputs.logits.shape)
     return reference(inputs, options)
 
-  monkeypatch.setattr(pallas, "interpreted", watched)
+  monkeypatch.setattr(pallas, "run", watched)
   monkeypatch.setattr(dispatch, "_on_one_device", lambda x: False)
   array = lambda *shape, dtype=F32: jax.ShapeDtypeStruct(shape, dtype)
   inputs = array(4, 9, 256), array(4, 9, dtype=jnp.int32), array(4, 9)

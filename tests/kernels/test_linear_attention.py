@@ -13,8 +13,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax import ops
+from lnssm_jax.ops.core import dispatch
 from lnssm_jax.ops.core.cases import B
-from lnssm_jax.ops.linear_attention import pallas
 from pallas_kernels.core.wgmma import COMPILER_PARAMS, TILE_WIDTH, Backend
 from pallas_kernels.linear_attention import config
 from pallas_kernels.linear_attention.ampere import passes
@@ -47,7 +47,7 @@ def check(case, inputs=None, implementation="pallas_interpret"):
 
 
 def test_the_interpreter_looks_for_races_and_for_memory_that_nothing_wrote():
-  params = pallas.interpreted.keywords["interpret"]
+  params = dispatch.interpreter()
   assert params.detect_races
   assert params.uninitialized_memory == "nan"
 
@@ -56,7 +56,7 @@ def test_a_race_would_be_found(no_races):
   def body(out):
     out[...] = jnp.full((128,), jax.lax.axis_index("thread"), jnp.int32)
 
-  interpret = pallas.interpreted.keywords["interpret"]
+  interpret = dispatch.interpreter()
   options = {"num_threads": 2, "thread_name": "thread", "interpret": interpret}
   kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.int32), **options)
   try:
@@ -310,7 +310,7 @@ def factors_in_subchunk(log_decay, *, level, read_first):
     scratch_types=[scratch],
     grid=(1,),
     grid_names=("block",),
-    interpret=pallas.interpreted.keywords["interpret"],
+    interpret=dispatch.interpreter(),
     compiler_params=COMPILER_PARAMS,
   )(jnp.asarray(log_decay, jnp.float32))
 

@@ -3,12 +3,10 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.attention.chunked import chunked
 from lnssm_jax.ops.attention.types import AttentionState, Inputs, Mask, Options
@@ -94,10 +92,7 @@ def run(
     architecture: whose kernels run; None takes those of the device.
   """
   if _decodes(inputs, options):
-    # One token is of one document, that of the cache.
-    step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(chunked, options=options)
-    return (single_step.with_gradient_of(form, step)(inputs._replace(segments=None)),)
+    return (single_step.run(_step, chunked, inputs, options, interpret=interpret),)
   q, k, v, state, segments, dropout_keys, sinks = inputs
   (B, T, H, K), V = q.shape, v.shape[-1]
   before = None
@@ -208,6 +203,3 @@ def _within(mask: Mask, token, start, stop, length: int) -> tuple[jax.Array, jax
     begin = token - (token - start) % size
     start, stop = begin, jnp.minimum(stop, begin + size)
   return start, stop
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

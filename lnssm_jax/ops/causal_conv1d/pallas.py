@@ -3,10 +3,7 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.causal_conv1d.reference import last_inputs
 from lnssm_jax.ops.causal_conv1d.types import Inputs, Options
@@ -65,6 +62,3 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   arrays = conv.Inputs(pad(x), pad(kernel.astype(jnp.float32)), wide(bias), columns, wide(before))
   y = conv.causal_conv1d(static, arrays, None if segments is None else segments.first())
   return tuple(z[..., :D] for z in y), last_inputs(inputs)
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.channel_states import Options
@@ -86,10 +85,6 @@ class ChannelScan(NamedTuple):
       how = {"sizes": sizes, "num_splits": num_splits, "backend": backend}
       out, h = scan(recurrence, arrays, inputs.skip, h, first, **how)
     return out, inputs.state._replace(h=h)
-
-  def interpreted(self, inputs, options: Options, **more):
-    """`run` on a CPU, with a check for races."""
-    return self.run(inputs, options, interpret=plgpu.InterpretGPUParams(detect_races=True), **more)
 
   def _arrays(self, inputs) -> dict[str, jax.Array]:
     return {name: getattr(inputs, field) for name, field in self.fields.items()}

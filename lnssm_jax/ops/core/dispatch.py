@@ -1,12 +1,8 @@
 """Which implementation of an op runs: one rule for all of them.
 
-An op's `api.py` lists its implementations by name, the preferred one first:
+An op's `api.py` has its implementations by name, the preferred one first:
 
-    IMPLEMENTATIONS = {
-      "pallas": kernels.compiled,
-      "chunked": dispatch.Form(chunked),
-      "reference": dispatch.Form(reference),
-    }
+    IMPLEMENTATIONS = kernels.with_forms(chunked=chunked, reference=reference)
 
 `implementation=None` takes the first that supports the arguments and is preferred for them; a name
 runs that one or raises, and the error says which argument is not supported. There are no global
@@ -310,39 +306,23 @@ class Kernels:
   kernels only inside a `shard_map` that maps over every axis of the mesh.
 
   Args:
-    module: the name of the module that has `run`, `interpreted`, `unsupported` (on any device) and
-      `preferred`, all called alike. It is imported when one of them is first needed, because
-      importing what a kernel is written with takes longer than importing all the rest.
+    module: the name of the module that has `run`, `unsupported` (on any device) and `preferred`,
+      all called alike, and `run` also with `interpret`. It is imported when one of them is first
+      needed: importing what a kernel is written with takes longer than importing all the rest.
     results: the axes of the results, those of the output and of the state's arrays in most ops, as
       in `Inputs.AXES`.
-    apart: whether the kernels for Ampere are others; then `run` and `interpreted` have an argument
-      `architecture`, and the module an `unsupported_ampere` where those support less.
+    apart: whether the kernels for Ampere are others; then `run` has an argument `architecture`, and
+      the module an `unsupported_ampere` where those support less.
   """
 
-  def __init__(
-    self,
-    module: str,
-    results: tuple[str, ...],
-    *,
-    apart: bool = False,
-  ):
-    self._module, self._results = module, results
-    self._apart = apart
-
-  @property
-  def compiled(self) -> Form:
-    """ "pallas"."""
-    return self._compiled(self._preferred)
-
-  @property
-  def interpreted(self) -> Form:
-    """ "pallas_interpret"."""
-    return self._interpreted()
+  def __init__(self, module: str, results: tuple[str, ...], *, apart: bool = False):
+    self._module, self._results, self._apart = module, results, apart
 
   def with_forms(self, **forms: Callable[[Any, Any], Any]) -> dict[str, Form]:
     """All implementations of an op, as preferred: these are between those of the kernels."""
     named = {name: Form(functools.partial(_from_unknown_state, run)) for name, run in forms.items()}
-    every = {"pallas": self.compiled, **named, "pallas_interpret": self.interpreted}
+    every = {"pallas": self._compiled(self._preferred), **named}
+    every["pallas_interpret"] = self._interpreted()
     if self._apart:
       how = {"architecture": device.AMPERE}
       every["pallas_ampere"] = self._compiled(_by_name_only, **how)
@@ -354,14 +334,17 @@ class Kernels:
       runs = how.get("architecture", device.current().architecture)
       return device.unsupported(device.EVERY) or self._unsupported(runs, inputs, options)
 
-    return Form(functools.partial(self._run, "run", how), unsupported, preferred)
+    return Form(functools.partial(self._run, how), unsupported, preferred)
 
   def _interpreted(self, **how):
     def unsupported(inputs, options):
       runs = how.get("architecture")
       return interpreter_unsupported() or self._unsupported(runs, inputs, options)
 
-    return Form(functools.partial(self._run, "interpreted", how), unsupported, _by_name_only)
+    def run(inputs, options):
+      return self._run(how | {"interpret": interpreter()}, inputs, options)
+
+    return Form(run, unsupported, _by_name_only)
 
   def _kernels(self) -> Any:
     return importlib.import_module(self._module)
@@ -375,8 +358,8 @@ class Kernels:
       return None
     return division
 
-  def _run(self, name, how, inputs, options):
-    run = functools.partial(getattr(self._kernels(), name), options=options, **how)
+  def _run(self, how, inputs, options):
+    run = functools.partial(self._kernels().run, options=options, **how)
     division = self._division(inputs)
     return run(inputs) if division is None else division.run(run, inputs)
 
@@ -395,6 +378,14 @@ class Kernels:
       return ask(inputs)
     division = self._division(inputs)
     return division is not None and division.ask(ask, inputs)
+
+
+@functools.cache
+def interpreter() -> Any:
+  """How kernels run on a CPU: with a check for races."""
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  return plgpu.InterpretGPUParams(detect_races=True)
 
 
 # Interpreted warpgroups (up to three per CTA, two CTAs in a cluster) block threads of XLA's pool in

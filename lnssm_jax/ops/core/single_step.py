@@ -1,8 +1,20 @@
 """Single steps that run in a kernel: what the scans share of T = 1."""
 
+import functools
+
 import jax
 
 from pallas_kernels.core.gradients import custom_vjp
+
+
+def run(kernel, form, inputs, options, *, interpret):
+  """The results of a kernel for the single tokens `inputs`, with the gradient of XLA's `form`.
+
+  One token is of one document, that of the state.
+  """
+  form = functools.partial(form, options=options._replace(chunk_size=None))
+  step = with_gradient_of(form, functools.partial(kernel, options=options, interpret=interpret))
+  return step(inputs._replace(segments=None))
 
 
 def with_gradient_of(form, kernel):

@@ -3,12 +3,10 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.cross_entropy.types import (
   Inputs,
@@ -96,6 +94,3 @@ def run(
   statistics = Statistics(largest, largest + jnp.log(total), target_logit)
   terms = weighted_terms(inputs, options, statistics)
   return terms if results.d_logits is None else (*terms, results.d_logits.reshape(shape))
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -5,11 +5,8 @@ which splits them into chunks. README.md has the limits. Import this module wher
 (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.grouped_heads import head_counts
@@ -111,10 +108,7 @@ def run(
   `architecture`: whose kernels run; None takes those of the device.
   """
   if _decodes(inputs, options):
-    # One token is of one document, that of the initial state.
-    step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(chunked, options=options._replace(chunk_size=None))
-    return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+    return single_step.run(_step, chunked, inputs, options, interpret=interpret)
   architecture = device.running(architecture)
   q, k, v, beta, log_decay, erase_key, write_key, state, segments = inputs
   (B, T, _, K), (H, _), S, V = q.shape, head_counts(inputs), state.kv.shape[1], v.shape[-1]
@@ -182,6 +176,3 @@ def _step(inputs: Inputs, *, options: Options, interpret):
     interpret=interpret,
   )
   return out[:, None], DeltaRuleState(kv)
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -3,11 +3,8 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.diagonal_scan.types import DiagonalState, Inputs, Options
 from pallas_kernels.core import channel_grid as channels
@@ -76,9 +73,6 @@ def run(
   out, last = op.diagonal_scan(static, arrays, reset)
   whole = lambda number: jax.lax.complex(*number) if len(number) == 2 else number[0]
   return whole(out)[:, :T, :D].astype(options.out_dtype), DiagonalState(whole(last)[:, :D])
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
 
 def _parts(array):

@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.core.grouped_heads import head_counts
@@ -82,10 +81,7 @@ def run(
     architecture: whose kernels run; None takes those of the device.
   """
   if _decodes(inputs, options):
-    # One token is of one document, that of the initial state.
-    step = functools.partial(_step, options=options, interpret=interpret)
-    form = functools.partial(chunked, options=options._replace(chunk_size=None))
-    return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+    return single_step.run(_step, chunked, inputs, options, interpret=interpret)
   (H, _), S = head_counts(inputs), inputs.state.kv.shape[1]
   # The kernels have a state per head of the queries, although groups may share it.
   repeat = lambda x: jnp.repeat(x, H // S, axis=1) if S < H else x
@@ -232,6 +228,3 @@ def _by_key_groups(inputs: Inputs, v, kv, *, options: Options, how: dict):
     outs.append(out.astype(jnp.float32))
     states.append(last.kv)
   return functools.reduce(jnp.add, outs).astype(v.dtype), jnp.concatenate(states, axis=2)
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -24,5 +24,4 @@ _SCAN = ChannelScan(
   chunked=chunked,
   prepare=_sums_of_squares,
 )
-unsupported, preferred = _SCAN.unsupported, _SCAN.preferred
-run, interpreted = _SCAN.run, _SCAN.interpreted
+unsupported, preferred, run = _SCAN.unsupported, _SCAN.preferred, _SCAN.run

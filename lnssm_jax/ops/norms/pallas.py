@@ -3,12 +3,10 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.norms.types import ROW_AXES, Inputs, Options
 from pallas_kernels.norms import config, kernel
@@ -76,6 +74,3 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   )
   results = kernel.normalize(static, arrays)
   return tuple(jax.tree.map(lambda z: z[:number].reshape(shape), results))
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

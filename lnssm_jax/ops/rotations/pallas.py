@@ -3,10 +3,7 @@
 Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.rotations.types import CHUNK, Inputs, Options
 from pallas_kernels.rotations import config, kernel
@@ -62,6 +59,3 @@ def run(inputs: Inputs, options: Options, *, sizes=None, interpret=None):
   static = kernel.Static(jnp.dtype(options.dtype), sizes, interpret)
   keys, queries = kernel.rotate(static, arrays)
   return keys.reshape(B, T, H, 1, N), queries.reshape(B, T, H, 1, N)
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))

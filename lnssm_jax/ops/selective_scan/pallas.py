@@ -36,8 +36,3 @@ def preferred(inputs: Inputs, options: Options) -> bool:
 def run(inputs: Inputs, options: Options, **more):
   """`ChannelScan.run`, with a rate for each of the N numbers of a channel."""
   return _SCAN.run(with_all_rates(inputs), options, **more)
-
-
-def interpreted(inputs: Inputs, options: Options, **more):
-  """`run` on a CPU, with a check for races."""
-  return _SCAN.interpreted(with_all_rates(inputs), options, **more)

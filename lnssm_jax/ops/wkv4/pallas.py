@@ -4,11 +4,8 @@ Two kernels: `decode` runs a single token and updates the state in place, `op` t
 README.md has the limits. Import this module where it is needed only (see `dispatch.Kernels`).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lnssm_jax.ops.core import single_step
 from lnssm_jax.ops.wkv4.chunked import chunked
@@ -70,10 +67,7 @@ def run(
   k, v, decay_rate, bonus, state, segments = inputs
   B, T, D = k.shape
   if _decodes(inputs):
-    # One token is of one document, that of the initial state.
-    step = functools.partial(_step, interpret=interpret)
-    form = functools.partial(chunked, options=options)
-    return single_step.with_gradient_of(form, step)(inputs._replace(segments=None))
+    return single_step.run(_step, chunked, inputs, options, interpret=interpret)
   P = num_splits or channels.num_splits(B, D, T)
   later, wider = channels.padded_length(T, P) - T, -D % channels.CHANNELS
   pad = lambda x, *ends: jnp.pad(x, [(0, 0)] * (x.ndim - len(ends)) + [(0, n) for n in ends])
@@ -95,12 +89,10 @@ def run(
   return out[:, :T, :D], last
 
 
-def _step(inputs: Inputs, *, interpret):
+def _step(inputs: Inputs, *, options: Options, interpret):
   """A single token by `decode`."""
+  del options
   k, v, decay_rate, bonus, state, _ = inputs
   rate, bonus = decay_rate.astype(jnp.float32), bonus.astype(jnp.float32)
   out, last = decode.decode(k[:, 0], v[:, 0], rate, bonus, state, interpret=interpret)
   return out[:, None], WKV4State(*last)
-
-
-interpreted = functools.partial(run, interpret=plgpu.InterpretGPUParams(detect_races=True))
