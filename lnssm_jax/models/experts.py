@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lnssm_jax.mixers.common.routing import Aux, balance, is_selected
 from lnssm_jax.ops.core.precision import wide
+from lnssm_jax.ops.core.recording import chose_xla
 from lnssm_jax.ops.core.spmd import vary_alike
 from pallas_kernels.core import device
 from pallas_kernels.core.gradients import custom_vjp, no_gradient
@@ -153,12 +154,15 @@ def _of_these(kernels, activation, limit, x, weights, indices):
 
 def _grouped_product(rows, count, widths, dtype):
   """JAX's kernels for groups of rows, imported where a GPU has them; None if they do not fit."""
-  if device.unsupported() is not None:
-    return None
-  from pallas_kernels.grouped_products import kernel
+  reason = device.unsupported()
+  if reason is None:
+    from pallas_kernels.grouped_products import kernel
 
-  fits = kernel.unsupported(rows, count, widths, dtype) is None
-  return kernel.grouped_product if fits else None
+    reason = kernel.unsupported(rows, count, widths, dtype)
+    if reason is None:
+      return kernel.grouped_product
+  chose_xla("mixture of experts", reason)
+  return None
 
 
 def _blocks(sizes, rows, dtype):

@@ -53,7 +53,10 @@ def unsupported(rows: int, groups: int, widths: tuple[int, ...], dtype: Any) -> 
   if any(width % _ALIGNED for width in widths):
     return f"widths {widths} must be multiples of {_ALIGNED}"
   if groups > _MAX_GROUPS or rows < groups * _MIN_ROWS:
-    return f"{rows} rows in {groups} groups are fewer than {_MIN_ROWS} per group, or many groups"
+    return (
+      f"{rows} rows of {groups} experts, and the kernels need {_MIN_ROWS} rows for each of at most "
+      f"{_MAX_GROUPS}"
+    )
   return None if _library() else f"JAX {jax.__version__} has no such kernels"
 
 

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lnssm_jax.models import experts
+from lnssm_jax.ops.core.recording import choices_of_xla
 from pallas_kernels.core import device
 from pallas_kernels.grouped_products import kernel
 from tests.kernels.lowered import kernels_in, total
@@ -122,6 +123,20 @@ def test_grouped_products_sum_gradients_of_kernels_over_rows_on_several_devices(
   kernels = tuple(jnp.asarray(kernel, BF16) for kernel in kernels)
   found = jax.eval_shape(sharded, kernels, jnp.asarray(x, BF16), jnp.asarray(weights, F32), indices)
   assert [g.shape for g in found] == [kernel.shape for kernel in kernels]
+
+
+@pytest.mark.parametrize(
+  ("rows", "width", "dtype", "reason"),
+  [
+    (512, 64, F32, "the kernels multiply bfloat16, and not float32"),
+    (512, 48, BF16, "widths (48, 64) must be multiples of 64"),
+    (3, 64, BF16, "3 rows of 4 experts, and the kernels need 1 rows for each of at most 64"),
+  ],
+)
+def test_mixture_in_blocks_notes_why(grouped, rows, width, dtype, reason):
+  with choices_of_xla() as found:
+    assert experts._grouped_product(rows, 4, (width, 64), jnp.dtype(dtype)) is None
+  assert list(found) == [("mixture of experts", reason)]
 
 
 @pytest.mark.slow
