@@ -84,10 +84,7 @@ def _parser() -> Parser:
   verify = added.add("verify", commands.verify, "Check every byte of a run's checkpoints and text.")
   verify.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
   verify.add_argument(
-    "--adopt",
-    type=int,
-    metavar="STEP",
-    help="trust this checkpoint: recompute its digests",
+    "--adopt", type=int, metavar="STEP", help="trust this checkpoint: recompute its digests"
   )
   plot = added.add("plot", commands.plot, "Plot the loss curves of runs in one figure.")
   plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
@@ -105,18 +102,19 @@ def _parser() -> Parser:
 
 def add_training(added: Any) -> None:
   """The options of a command that trains: what it prints instead, changes, exit codes."""
-  added.add_argument("--print-config", action="store_true", help="print the config and exit")
-  added.add_argument(
+  add = added.add_argument
+  add("--print-config", action="store_true", help="print the config and exit")
+  add(
     "--allow-config-change",
     action="store_true",
     help="resume a run although its settings or its data have changed",
   )
-  added.add_argument(
+  add(
     "--dry-run",
     action="store_true",
     help="compile the training step, print its memory and FLOPs, and exit",
   )
-  added.add_argument(
+  add(
     "--stopped-code",
     type=int,
     default=0,
@@ -129,10 +127,7 @@ def _add_config(added: Any, *, required: bool = False, of: str = "", all_below: 
   """--config and --set and, where `of` says of what, --run-dir in place of --config."""
   named = added.add_mutually_exclusive_group(required=True) if all_below else added
   named.add_argument(
-    "--config",
-    metavar="FILE[:VARIANT]",
-    required=required,
-    help="Python file with get_config()",
+    "--config", metavar="FILE[:VARIANT]", required=required, help="Python file with get_config()"
   )
   listed = "all are below" if all_below else "`fit --help` lists them"
   added.add_argument(
@@ -153,24 +148,25 @@ def _add_fit(added: Commands) -> None:
   _add_config(fit, of="to resume with its settings", all_below=True)
   fit.settings = config.Train
   add_training(fit)
-  fit.add_argument(
+  add = fit.add_argument
+  add(
     "--verify-data",
     action="store_true",
     help="compare every byte of the token files with their digests, not only samples",
   )
-  fit.add_argument(
+  add(
     "--tokens-per-second",
     type=float,
     metavar="N",
     help="with --dry-run: of one device, from which the speed of many is predicted",
   )
-  fit.add_argument(
+  add(
     "--interconnect",
     metavar="NAME",
     help="with --dry-run: of the devices that are predicted: nvlink (the default), "
     "nvlink-ethernet, pcie",
   )
-  fit.add_argument(
+  add(
     "--profile",
     metavar="START:STOP",
     help="write a profiler trace of these steps to RUN/traces; during a run, "
@@ -183,60 +179,46 @@ def _add_evaluate(added: Commands) -> None:
     "evaluate", commands.evaluate, "Print the loss of a run on its validation sets."
   )
   _add_config(evaluate, of="or an exported or a published model")
-  evaluate.add_argument(
+  add = evaluate.add_argument
+  add(
     "--input",
     nargs="+",
     metavar="[NAME=]TEXT",
     help="files, folders or globs of text instead, with names; each document is scored alone",
   )
-  evaluate.add_argument(
-    "--fields", default="text", metavar="KEY", help="of rows of --input: that of the text"
-  )
-  evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
+  add("--fields", default="text", metavar="KEY", help="of rows of --input: that of the text")
+  add("--json", action="store_true", help="print JSON instead of a table")
   _add_ema(evaluate)
 
 
 def _add_generate(added: Commands) -> None:
   generate = added.add("generate", commands.generate, "Continue text with the model of a run.")
   _add_config(generate, of="or an exported or a published model")
-  generate.add_argument(
-    "--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)"
-  )
-  generate.add_argument("--prompt-file", metavar="FILE", help="its text; -: that of standard input")
-  generate.add_argument(
+  add = generate.add_argument
+  add("--prompt", metavar="TEXT", action="append", help="what to continue (repeatable)")
+  add("--prompt-file", metavar="FILE", help="its text; -: that of standard input")
+  add(
     "--prompts",
     metavar="FILE",
     help='many: rows such as {"prompt": TEXT}, to --output; the same command continues',
   )
-  generate.add_argument(
-    "--output", metavar="FILE", help='the rows of --prompts, in order, with "generated"'
-  )
-  generate.add_argument("--batch", type=int, metavar="N", help="of --prompts at once (default 16)")
-  generate.add_argument("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
-  generate.add_argument(
-    "--temperature", type=float, metavar="T", help="0 takes the most likely token"
-  )
-  generate.add_argument(
-    "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
-  )
-  generate.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling; 1: all tokens")
-  generate.add_argument(
-    "--min-p", type=float, metavar="P", help="no tokens below this share of the most likely one"
-  )
-  generate.add_argument(
-    "--repetition-penalty", type=float, metavar="R", help="above 1: fewer tokens that were there"
-  )
-  generate.add_argument(
-    "--stop", metavar="TEXT", action="append", help="end before this text (repeatable)"
-  )
-  generate.add_argument(
+  add("--output", metavar="FILE", help='the rows of --prompts, in order, with "generated"')
+  add("--batch", type=int, metavar="N", help="of --prompts at once (default 16)")
+  add("--max-tokens", type=int, metavar="N", help="at most this many new tokens")
+  add("--temperature", type=float, metavar="T", help="0 takes the most likely token")
+  add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+  add("--top-p", type=float, metavar="P", help="nucleus sampling; 1: all tokens")
+  add("--min-p", type=float, metavar="P", help="no tokens below this share of the most likely one")
+  add("--repetition-penalty", type=float, metavar="R", help="above 1: fewer tokens that were there")
+  add("--stop", metavar="TEXT", action="append", help="end before this text (repeatable)")
+  add(
     "--special-tokens",
     choices=("parse", "text"),
     default="parse",
     help="those spelled out in a prompt, such as <|im_start|>: one token each (default), or "
     "ordinary text, for prompts with text from others",
   )
-  generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
+  add("--seed", type=int, default=0, metavar="N", help="of the sampling")
   _add_ema(generate)
 
 
@@ -244,26 +226,19 @@ def _add_serve(added: Commands) -> None:
   serve = added.add(
     "serve", commands.serve, "Serve a model over HTTP: completions and chats of the OpenAI API."
   )
-  serve.add_argument("folder", metavar="FOLDER", help="a run, an export, or a published model")
-  serve.add_argument(
-    "--host", default="127.0.0.1", help="address to listen at (default: this machine's own)"
-  )
-  serve.add_argument(
-    "--port", type=int, default=8000, metavar="N", help="0: a free one (default: 8000)"
-  )
-  serve.add_argument(
-    "--slots", type=int, default=16, metavar="N", help="texts continued at once (default: 16)"
-  )
-  serve.add_argument(
-    "--queue", type=int, default=256, metavar="N", help="texts that may wait (default: 256)"
-  )
-  serve.add_argument(
+  add = serve.add_argument
+  add("folder", metavar="FOLDER", help="a run, an export, or a published model")
+  add("--host", default="127.0.0.1", help="address to listen at (default: this machine's own)")
+  add("--port", type=int, default=8000, metavar="N", help="0: a free one (default: 8000)")
+  add("--slots", type=int, default=16, metavar="N", help="texts continued at once (default: 16)")
+  add("--queue", type=int, default=256, metavar="N", help="texts that may wait (default: 256)")
+  add(
     "--most-tokens",
     type=int,
     metavar="N",
     help="of a prompt and its continuation (default: what the model's caches hold, or 32,768)",
   )
-  serve.add_argument(
+  add(
     "--prefix-memory",
     type=int,
     default=256,
@@ -276,66 +251,68 @@ def _add_serve(added: Commands) -> None:
 def _add_tokenize(added: Commands) -> None:
   tokenize = added.add("tokenize", commands.tokenize, "Create token files from text.")
   _add_config(tokenize)
-  tokenize.add_argument("--input", nargs="+", metavar="PATH", help="files or folders of text")
-  tokenize.add_argument("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
-  tokenize.add_argument(
+  add = tokenize.add_argument
+  add("--input", nargs="+", metavar="PATH", help="files or folders of text")
+  add("--output", metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, .json")
+  add(
     "--tokenizer",
     metavar="SPEC",
     help="'bytes', 'bpe:N' (trained on the input if the folder has none), or a tokenizer.json or a "
     "folder with one",
   )
-  tokenize.add_argument("--end-of-text", metavar="TOKEN", help="that ends each text")
-  tokenize.add_argument(
+  add("--end-of-text", metavar="TOKEN", help="that ends each text")
+  add(
     "--add-special-tokens",
     choices=("file", "none"),
     default="file",
     help="around each text, such as BOS: those that the tokenizer's files say (default), or none",
   )
-  tokenize.add_argument(
+  add(
     "--special-tokens",
     choices=("text", "parse"),
     default="text",
     help="those spelled out in a text: ordinary text (default), or one token each",
   )
-  tokenize.add_argument(
+  add(
     "--fields",
     nargs="+",
     metavar="KEY",
     help="of rows of JSON: that of the text (default: text), or of a prompt and its completion",
   )
-  tokenize.add_argument(
+  add(
     "--targets",
     choices=("all", "completion", "last", "assistant"),
     help="tokens that the loss counts (default: all; of a prompt and completion, the latter's);"
     " assistant: the replies in messages, by the tokenizer's chat template",
   )
-  tokenize.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
-  tokenize.add_argument("--force", action="store_true", help="replace files that are up to date")
+  add("--workers", type=int, metavar="N", help="threads (default: all cores)")
+  add("--force", action="store_true", help="replace files that are up to date")
 
 
 def _add_export(added: Commands) -> None:
   export = added.add(
     "export", commands.export, "Write a run's model as safetensors with a manifest."
   )
-  export.add_argument("folder", metavar="RUN", help="the run_dir of a run of `fit`")
-  export.add_argument("--out", required=True, metavar="DIR", help="a folder that does not exist")
-  export.add_argument(
+  add = export.add_argument
+  add("folder", metavar="RUN", help="the run_dir of a run of `fit`")
+  add("--out", required=True, metavar="DIR", help="a folder that does not exist")
+  add(
     "--layout",
     choices=("hf", "fla", "mamba_ssm", "peft"),
     help="a folder that transformers, fla or mamba-ssm open; or the corrections of LoRA alone, for"
     " PEFT (docs/pretrained.md)",
   )
-  export.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
-  export.add_argument(
+  add("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  add(
     "--partitions",
     type=int,
     metavar="N",
     help="expand the state of layers of SSE to N partitions, with the same losses (docs/mixers.md)",
   )
-  export.add_argument(
+  add(
     "--selected", type=int, metavar="K", help="of them per token, a multiple (default: as before)"
   )
-  export.add_argument(
+  add(
     "--margin",
     type=float,
     metavar="M",
@@ -353,23 +330,18 @@ def _add_inspect(added: Commands) -> None:
   inspect = added.add(
     "inspect", commands.inspect, "Show what is in a run, an exported model or a folder of arrays."
   )
-  inspect.add_argument("folder", metavar="FOLDER", help="a run, an export, or a checkpoint")
-  inspect.add_argument("--step", type=int, metavar="N", help="a checkpoint other than the newest")
-  inspect.add_argument(
-    "--select", default="*", metavar="PATTERN", help="only these parameters: 'blocks.mixer.*'"
-  )
-  inspect.add_argument(
-    "--shapes", action="store_true", help="read no parameter: names, dtypes and shapes only"
-  )
-  inspect.add_argument(
-    "--compare", metavar="OTHER", help="show the difference to another folder, or another step"
-  )
-  inspect.add_argument(
+  add = inspect.add_argument
+  add("folder", metavar="FOLDER", help="a run, an export, or a checkpoint")
+  add("--step", type=int, metavar="N", help="a checkpoint other than the newest")
+  add("--select", default="*", metavar="PATTERN", help="only these parameters: 'blocks.mixer.*'")
+  add("--shapes", action="store_true", help="read no parameter: names, dtypes and shapes only")
+  add("--compare", metavar="OTHER", help="show the difference to another folder, or another step")
+  add(
     "--half-lives",
     nargs="?",
     const="",
     metavar="TEXT",
     help="add half-lives of the state, of data-dependent decays while reading TEXT (imports JAX)",
   )
-  inspect.add_argument("--json", action="store_true", help="print JSON")
-  inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
+  add("--json", action="store_true", help="print JSON")
+  add("--html", type=Path, metavar="FILE", help="write a page with plots")
