@@ -157,9 +157,11 @@ class Bucket:
 
     self._for_each(names, get, last)
 
-  def remove(self, names: Iterable[str]) -> None:
-    """Removes files."""
-    self._for_each(names, lambda name: self._fs.rm_file(self._path(name)))
+  def remove(self, names: Iterable[str], first: Iterable[str] = ()) -> None:
+    """Removes files, those of `first` before the others."""
+    names, first = [*names], [*first]
+    others = [name for name in names if name not in first]
+    self._for_each(names, lambda name: self._fs.rm_file(self._path(name)), others)
 
   def _path(self, name: str) -> str:
     return f"{self._root}/{name}"
@@ -232,7 +234,5 @@ def publish(folder: Path, address: str | Path) -> None:
     bucket.upload(folder, names, last)
   except BaseException:
     with contextlib.suppress(Exception):
-      there = bucket.files()
-      for group in (last, there.keys() - {*last}):
-        bucket.remove([name for name in group if name in there])
+      bucket.remove(bucket.files(), first=last)
     raise

@@ -82,13 +82,18 @@ def read_bytes(path: str | Path, max_bytes: int, *, follow_links: bool = False) 
     return file.read(size)  # a buffer of max_bytes would be allocated
 
 
+def is_transient(error: BaseException | None) -> bool:
+  """Whether an error may be gone a moment later."""
+  return isinstance(error, OSError) and error.errno in TRANSIENT
+
+
 def retried[T](read: Callable[[], T]) -> T:
   """`read()`, called again after a short pause if it raises an OSError that may be transient."""
   for pause in PAUSES:
     try:
       return read()
     except OSError as error:
-      if error.errno not in TRANSIENT:
+      if not is_transient(error):
         raise
     time.sleep(pause)
   return read()

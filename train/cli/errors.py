@@ -17,7 +17,7 @@ from types import ModuleType
 import lnssm_jax
 import train
 from lnssm_jax.files.printable import MAX_LINE, PrintableError, printable
-from lnssm_jax.files.reading import TRANSIENT
+from lnssm_jax.files.reading import TRANSIENT, is_transient
 from train.messages import first_line
 
 # Errors of writing that name no file, since the file was open.
@@ -51,9 +51,9 @@ def explained(error: Exception, package: ModuleType = train) -> tuple[int, str] 
   code = getattr(error, "exit_code", None)
   lines = error.args if isinstance(error, PrintableError) else [str(error)]
   if code is not None or isinstance(error, PrintableError):
-    code = code or (1 if _is_transient(error.__cause__) else 2)
+    code = code or (1 if is_transient(error.__cause__) else 2)
   elif isinstance(error, OSError) and _is_of_a_file(error):
-    code, lines = 1 if _is_transient(error) else 2, [_of_file(error)]
+    code, lines = 1 if is_transient(error) else 2, [_of_file(error)]
   elif isinstance(error, ValueError) and str(error).startswith(_NULL):
     code, lines = 2, ["a path has a null character, as no path does; use another."]
   elif _is_out_of_memory(error):
@@ -91,10 +91,6 @@ def _path(name: object) -> str:
 
 def _is_of_a_file(error: OSError) -> bool:
   return error.filename is not None or error.errno in _OF_DISKS | TRANSIENT
-
-
-def _is_transient(error: BaseException | None) -> bool:
-  return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 def _is_out_of_memory(error: Exception) -> bool:

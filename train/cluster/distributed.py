@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lnssm_jax.files.printable import PrintableError
+from lnssm_jax.files.reading import is_transient
 from train.cluster import launcher
 from train.messages import first_line
 
@@ -79,13 +80,19 @@ def on_first[T](function: Callable[[], T]) -> T:
       outcome = {"value": function()}
     except Exception as error:
       failure = error
-      outcome = {"error": str(error), "exit_code": getattr(error, "exit_code", 2)}
+      outcome = _told(error)
   outcome = from_process(0, outcome)
   if failure is not None:
     raise failure
   if "error" in outcome:
     raise OtherProcessError(f"process 0: {outcome['error']}", outcome["exit_code"])
   return outcome["value"]
+
+
+def _told(error: Exception | None) -> dict[str, Any]:
+  """An error as the other processes hear of it."""
+  usual = 1 if is_transient(error) else 2
+  return {"error": str(error), "exit_code": getattr(error, "exit_code", usual)}
 
 
 def from_process(which: int, value: Any) -> Any:
@@ -119,8 +126,7 @@ def on_all[T](function: Callable[[], T]) -> T:
   failed = first_with(failure is not None)
   if failed is None:
     return results[0]
-  report = {"error": str(failure), "exit_code": getattr(failure, "exit_code", 2)}
-  report = from_process(failed, report)
+  report = from_process(failed, _told(failure))
   if failure is not None:
     raise failure
   raise OtherProcessError(f"process {failed}: {report['error']}", report["exit_code"])

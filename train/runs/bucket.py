@@ -309,5 +309,4 @@ class Mirror(Callback):
     kept = [step for step in _committed(self._bucket) if step <= newest][-self._keep :]
     name = lambda step: f"{CHECKPOINTS}/{step}/"
     old = [x for x in files if not x.startswith(tuple(map(name, kept)))]
-    for last in (True, False):
-      self._bucket.remove([x for x in old if x.endswith(f"/{digests.FILE}") == last])
+    self._bucket.remove(old, first=[x for x in old if x.endswith(f"/{digests.FILE}")])
