@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lnssm_jax.files.reading import DataError, read_bytes, read_json
+from lnssm_jax.pretrained import folders
 from lnssm_jax.pretrained import special_tokens as special
 from lnssm_jax.pretrained.tokenizers import FileTokenizer, Tokenizer
 
@@ -214,16 +215,15 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
   return found
 
 
-def _ends(folder: Path) -> list[int]:
+def _ends(folder: Path) -> tuple[int, ...]:
   """Tokens that end a generated text, by generation_config.json."""
   try:
     found = read_json(folder / GENERATION, _MAX_TEMPLATE, follow_links=True, strict=False)
   except FileNotFoundError:
-    return []
+    return ()
   except (OSError, ValueError) as error:
     raise DataError(f"{folder / GENERATION} cannot be read ({error}).") from None
-  ends = found.get("eos_token_id")
-  return [end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int]
+  return folders.ends_of(folder / GENERATION, found)
 
 
 def _compiled(source: str, folder: Path) -> Any:

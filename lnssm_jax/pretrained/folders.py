@@ -144,11 +144,11 @@ def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
   Tokens that end a text are its own, or else those of config.json (in transformers a text ends at
   none, if the file is there without them).
   """
-  ends = _ends(folder / CONFIG, config)
+  ends = ends_of(folder / CONFIG, config)
   if not os.path.lexists(folder / GENERATION):  # a link to nothing is an error
     return _stops(ends)
   values = plain(_json(folder / GENERATION))
-  found: dict[str, Any] = _stops(_ends(folder / GENERATION, values) or ends)
+  found: dict[str, Any] = _stops(ends_of(folder / GENERATION, values) or ends)
   if values.get("do_sample") is True:
     values = _DRAWN | {x: v for x, v in values.items() if v is not None or x == "top_k"}
   for theirs, (ours, kinds) in _GENERATION.items():
@@ -189,11 +189,11 @@ def tokenizer(folder: Path, config: Mapping[str, Any]) -> FileTokenizer:
     DataError: it is missing, a link, or unusable, or the package `tokenizers` is not installed.
     ExportError: eos_token_id is no token.
   """
-  end = next(iter(_ends(folder / CONFIG, config)), None)
+  end = next(iter(ends_of(folder / CONFIG, config)), None)
   return FileTokenizer(folder / TOKENIZER, follow_links=False, end_of_text=end)
 
 
-def _ends(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
+def ends_of(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
   """eos_token_id of a file: one token, several, or none."""
   text = values.get("text_config")  # of a model of text and images
   given = (text | values if isinstance(text, dict) else values).get("eos_token_id")

@@ -14,6 +14,7 @@ from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports, folders
 from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.loaded import LoadedModel
+from lnssm_jax.pretrained.manifest import ExportError
 from lnssm_jax.pretrained.tokenizers import ByteTokenizer
 from tests.pages import blocks_of
 from tests.peers.chats import TALKS, TEMPLATES, TOKENS
@@ -148,6 +149,9 @@ def test_end_that_the_tokenizer_lacks_is_an_error(tmp_path, chat):
   template()  # which that file names
   path.write_text(json.dumps(settings))
   with pytest.raises(DataError, match="eos_token_id=7777 is not in tokenizer"):
+    template()
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["<end>"]}')
+  with pytest.raises(ExportError, match=r"eos_token_id=\['<end>'\] is no token"):
     template()
 
 
