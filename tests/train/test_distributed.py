@@ -1,5 +1,6 @@
 """Several processes: detection of launchers, and one run in two processes."""
 
+import errno
 import os
 import re
 import signal
@@ -324,3 +325,19 @@ def test_two_processes_lost_peer_noticed_in_time(
     for process in processes:
       process.kill()
       process.communicate()
+
+
+@pytest.mark.parametrize(
+  ("error", "code"), [(OSError(errno.EIO, "lost"), 1), (OSError(errno.ENOSPC, "full"), 2)]
+)
+def test_error_of_one_process_ends_the_others_with_its_exit_code(monkeypatch, error, code):
+  told = []
+  monkeypatch.setattr(distributed, "first_with", lambda flag: 0)
+  monkeypatch.setattr(distributed, "from_process", lambda which, value: told.append(value) or value)
+
+  def fails():
+    raise error
+
+  with pytest.raises(OSError, match=str(error.strerror)):
+    distributed.on_all(fails)
+  assert [x["exit_code"] for x in told] == [code]
