@@ -117,7 +117,7 @@ class ChatTemplate:
     given = _checked(messages, where)
     if special_tokens == "text":
       for number, message in enumerate(given):
-        found = self._tokenizer.special_in(json.dumps(message, ensure_ascii=False))
+        found = special_in(self._tokenizer, message)
         if found is not None:
           raise DataError(
             f"{where}: message {number} spells out the special token {found!r}; remove it, or set"
@@ -150,6 +150,18 @@ class ChatTemplate:
       raise DataError(
         f"{where}: the chat template of {self._folder} rejects the messages: {error!s:.200}."
       ) from None
+
+
+def special_in(tokenizer: FileTokenizer, message: Any) -> str | None:
+  """The first special token that a text in a message spells out, or its JSON, if any."""
+  texts, rest = [json.dumps(message, ensure_ascii=False)], [message]
+  while rest:  # JSON writes a quote in a text with a backslash before it
+    value = rest.pop()
+    if isinstance(value, str):
+      texts.append(value)
+    elif isinstance(value, dict | list | tuple):
+      rest += [*value, *value.values()] if isinstance(value, dict) else value
+  return next(filter(None, map(tokenizer.special_in, texts)), None)
 
 
 def files_of(tokenizer: FileTokenizer) -> dict[str, str]:

@@ -245,13 +245,21 @@ class FileTokenizer:
     return self._inner.token_to_id(token) is not None
 
   def special_in(self, text: str) -> str | None:
-    """The first special token that a text spells out, if any."""
-    return next((name for name in self._special if name in text), None)
+    """The first special token that a text spells out, if any.
+
+    Also in another form, such as capital letters, where a normalizer makes it one.
+    """
+    names = (token.content for token in self._special.values())
+    found = next((name for name in names if name in text), None)
+    if found is None and any(token.normalized for token in self._special.values()):
+      ids = self.encode(text, "parse").tolist()
+      found = next((self._special[i].content for i in ids if i in self._special), None)
+    return found
 
   @functools.cached_property
-  def _special(self) -> list[str]:
-    tokens = self._inner.get_added_tokens_decoder().values()
-    return [token.content for token in tokens if token.special]
+  def _special(self) -> dict[int, Any]:
+    tokens = self._inner.get_added_tokens_decoder().items()
+    return {i: token for i, token in tokens if token.special}
 
   def decode(self, ids: Iterable[int]) -> str:
     end = self.end_of_text

@@ -12,10 +12,10 @@ from lnssm_jax import pretrained
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
 from lnssm_jax.pretrained import exports, folders
-from lnssm_jax.pretrained.chat import ChatTemplate
+from lnssm_jax.pretrained.chat import ChatTemplate, special_in
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.pretrained.manifest import ExportError
-from lnssm_jax.pretrained.tokenizers import ByteTokenizer
+from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer
 from tests.pages import blocks_of
 from tests.peers.chats import TALKS, TEMPLATES, TOKENS
 from tests.pretrained.published import GOLDEN, recorded, write
@@ -47,6 +47,22 @@ def folder_with(path, template):
 def chat(tmp_path):
   pytest.importorskip("jinja2", reason="the extra `chat` is not installed")
   return lambda template: ChatTemplate(load_tokenizer(str(folder_with(tmp_path, template))))
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_special_token_in_any_form_is_found_in_a_message(tmp_path, normalizes):
+  """With a quote, which JSON writes otherwise; in letters that a normalizer makes the token's."""
+  path = folder_with(tmp_path, None) / "tokenizer.json"
+  inner, given = tokenizers.Tokenizer.from_file(str(path)), tokenizers.AddedToken
+  inner.normalizer = tokenizers.normalizers.Lowercase()
+  inner.add_special_tokens(['<|"|>', given("<think>", normalized=normalizes)])
+  inner.add_tokens(["<ordinary>"])
+  inner.save(str(path))
+  tokenizer = FileTokenizer(path, end_of_text="<end>")
+  found = lambda value: special_in(tokenizer, {"role": "user", "content": value})
+  assert found('a<|"|>') == found([{"text": {'<|"|>': 1}}]) == '<|"|>'
+  assert found("<think>") == "<think>" and found('<ordinary> | " <END>') is None
+  assert found("a <THINK>") == ("<think>" if normalizes else None)
 
 
 @pytest.mark.parametrize("case", RECORDED)

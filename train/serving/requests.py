@@ -1,7 +1,6 @@
 """Bodies of the OpenAI API as checked values: options of sampling, prompts, how to answer."""
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from lnssm_jax.files.checked_json import check_shape
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.pretrained import texts
-from lnssm_jax.pretrained.chat import ChatTemplate
+from lnssm_jax.pretrained.chat import ChatTemplate, special_in
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.sampling import SamplingOptions
 
@@ -136,8 +135,7 @@ def _chat(body, loaded: LoadedModel, chat: ChatTemplate | DataError) -> np.ndarr
   messages = [_joined(message) for message in body.get("messages", ())]
   for number, message in enumerate(messages):
     tokenizer: Any = loaded.tokenizer  # of a template: that of a file
-    spelled = json.dumps(message, ensure_ascii=False)
-    if message.get("role") not in _TRUSTED and tokenizer.special_in(spelled):
+    if message.get("role") not in _TRUSTED and special_in(tokenizer, message):
       raise ValueError(f"messages[{number}] spells out a special token of the model; remove it.")
   return texts.encode_prompt(loaded.tokenizer, chat.prompt(messages))
 
