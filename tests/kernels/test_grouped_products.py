@@ -5,6 +5,7 @@ loop over experts.
 """
 
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -45,6 +46,7 @@ def gradients(inputs, cotangent, indices, dtype):
 def errors(problem):
   """Of values and gradients of bfloat16 products against float64."""
   found = jax.jit(functools.partial(gradients, dtype=BF16))(*problem)
+  assert found[0].dtype == F32  # sums over experts and devices
   with jax.enable_x64(True):
     want = jax.jit(functools.partial(gradients, dtype=jnp.float64))(*problem)
   return [relative_error(*pair) for pair in zip(*map(jax.tree.leaves, (found, want)), strict=True)]
@@ -103,6 +105,34 @@ def test_grouped_products_in_a_mixture_match_float64(grouped, monkeypatch, N, E,
   found = errors(problem(N, 64, 64, E, chosen))
   assert len(found) == 6
   assert all(error < 1e-2 for error in found), found
+
+
+def test_tiles_are_those_of_the_results_sides(monkeypatch):
+  """64 columns in tiles of 128 would be others' too."""
+  tiles = []
+  given = lambda x, *_, block_m, block_n, **options: tiles.append((block_m, block_n)) or x
+  monkeypatch.setattr(kernel, "_library", lambda: (given, given))
+  x, wide = jnp.zeros((8, 64), BF16), jnp.zeros((8, 128), BF16)
+  matrices, sizes = jnp.zeros((2, 64, 128), BF16), jnp.array([4, 4])
+  kernel._launch(x, matrices, sizes, transposed=False)
+  kernel._launch(wide, matrices, sizes, transposed=True)
+  jax.eval_shape(kernel._gradient, x, wide, sizes)
+  assert tiles == [(128, 128), (128, 64), (64, 128)]
+
+
+@pytest.mark.parametrize(
+  ("given", "reason"),
+  [
+    ((1024, 8, (64, 192), BF16), None),
+    ((1023, 8, (64, 192), BF16), "1023 rows in 8 groups are fewer than 128 per group"),
+    ((65 * 128, 65, (64, 64), BF16), "rows in 65 groups"),
+    ((1024, 8, (64, 96), BF16), r"widths \(64, 96\) must be multiples of 64"),
+    ((1024, 8, (64, 64), F32), "the kernels multiply bfloat16, and not"),
+  ],
+)
+def test_what_the_kernels_do_not_multiply_is_said(given, reason):
+  found = kernel.unsupported(*given)
+  assert found is None if reason is None else re.search(reason, found)
 
 
 def test_grouped_products_sum_gradients_of_kernels_over_rows_on_several_devices(

@@ -5,6 +5,7 @@ tests/pretrained/golden/tokenizers.json is recorded by `make test-peers`.
 
 import functools
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -330,6 +331,15 @@ def test_dropout_of_merges_is_switched_off(tmp_path, loaded):
   wanted = loaded("byte_level").encode(text).tolist()
   assert all(tokenizer.encode(text).tolist() == wanted for _ in range(5))
   assert all(tokenizer.encode(text, "parse").tolist() == wanted for _ in range(5))
+
+
+def test_tokenizer_of_another_process_puts_the_same_tokens_around_a_text(tmp_path):
+  """As of the server's, which gets it pickled: also tokens that the files do not have."""
+  path = write(tmp_path / "a", "byte_level")
+  tokenizer = FileTokenizer(path, added=Added((3,), (4, 5)), end_of_text=2)
+  again = pickle.loads(pickle.dumps(tokenizer))
+  for name in ("added", "end_of_text", "fingerprint", "spec", "vocab_size"):
+    assert getattr(again, name) == getattr(tokenizer, name), name
 
 
 def test_added_tokens_that_would_fill_memory_are_named(tmp_path):

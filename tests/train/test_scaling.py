@@ -81,6 +81,33 @@ def test_tensor_sums_gradients_of_each_token_shifted_stream():
   assert sums.count == 24 * 4
 
 
+def test_experts_are_gathered_again_where_layers_are_recomputed():
+  """Inputs of tokens of 8 devices in bfloat16, outputs in float32; backward the reverse."""
+  options = ["model.channel_mixer=moe", "model.channel_mixer_options={}", "model.num_layers=2"]
+  for remat, forward in (("none", 1), ("full", 2)):
+    cfg = apply_overrides(LARGE, [*options, f"model.remat={remat}"])
+    sent = list(Scaling(cfg, 5e4).collectives({"expert": 8}, 1000))
+    of_experts = [(x.kind, x.count, x.size) for x in sent if x.axes == ("expert",)]
+    inputs, outputs = (8 * size * 1000 * cfg.model.dim for size in (2, 4))
+    assert of_experts == [
+      ("gather", 2 * forward, inputs),
+      ("gather", 2, outputs),
+      ("scatter", 2 * forward, outputs),
+      ("scatter", 2, inputs),
+    ]
+
+
+def test_devices_of_a_host_share_its_link():
+  """Of 8 devices of a host with neighbors along `tensor`, one is in each group of `data`."""
+  scaled, sent = Scaling(LARGE, 5e4), scaling.Collective("gather", ("data",), 1, 1e12)
+  whole, eighth = (
+    scaled._seconds(sent, dict.fromkeys(scaling.ORDER, 1) | sizes)
+    for sizes in ({"data": 16}, {"data": 16, "tensor": 8})
+  )
+  assert whole == pytest.approx(15 / 16 * 1e12 / (0.82 * 400e9), rel=1e-3)
+  assert eighth == pytest.approx(8 * whole, rel=1e-3)
+
+
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
