@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lnssm_jax import generate, sampling
+from lnssm_jax import generate, sampling, slots
 from lnssm_jax.sampling import SamplingOptions
 from lnssm_jax.slots import Row, Slots
 from tests.pretrained.test_save_model import HYBRID, random_model
@@ -138,3 +138,64 @@ def test_nan_ends_its_row_alone():
   found = {row: (tokens, ended) for row, tokens, ended in slots.step()}
   assert found[bad] == ([], "nan") and found[good][1] in ("length", "stop")
   assert found[good][0] == alone(model, good)
+
+
+@pytest.fixture(scope="module")
+def idle():
+  """One slot, for steps one by one."""
+  return Slots(random_model(mixer="lrn", num_layers=1), 1)
+
+
+class Called(Exception):
+  """Raised in place of a call of the device, with its arguments."""
+
+
+def call(*arguments, **_):
+  raise Called(*arguments)
+
+
+@pytest.mark.parametrize(
+  ("broken", "tokens", "ended"),
+  [([1], [3], "nan"), ([2], [3, 4], "nan"), ([3], [3, 4], "stop"), ([], [3, 4], "stop")],
+)
+def test_nan_counts_up_to_the_token_that_ends_a_row(idle, broken, tokens, ended):
+  """Also in that one, which NaN may have made."""
+  row = Row(np.array([1]), SamplingOptions(max_tokens=9, stop_token=5))
+  idle.rows.append(row)
+  found = idle._of_row(row, np.array([3, 4, 5, 6]), np.isin(np.arange(4), broken))
+  assert found[1:] == (tokens, ended) and row.drawn == len(tokens) and not idle.rows
+
+
+def test_prompt_is_read_in_pieces_that_a_cache_holds(idle, monkeypatch):
+  monkeypatch.setattr(type(idle.model), "max_length", 5)
+  monkeypatch.setattr(idle, "_extend", call)
+  idle.add(Row(np.arange(5), SamplingOptions(max_tokens=1)))
+  with pytest.raises(Called) as called:
+    idle.step()
+  (row,), size, counts = called.value.args
+  assert (size, counts) == (5, [5])
+  idle._leave(row)
+
+
+def test_row_draws_by_its_own_seed_and_by_limits_that_stay_as_they_are(idle, monkeypatch):
+  """A seed of a row alone is without its number; the host fills its arrays while calls wait."""
+  monkeypatch.setattr(slots, "_put", call)
+  monkeypatch.setattr(slots, "decode", call)
+  for seed, want in ((7, (7, 3)), ((7,), (7, 0))):
+    row = Row(np.array([1]), SamplingOptions(max_tokens=9, seed=seed), 3)
+    with pytest.raises(Called) as called:
+      idle._begin([(row, slots._Read(None, None, 0))])
+    assert tuple(int(x[0]) for x in called.value.args[4]) == want
+    with pytest.raises(Called) as called:
+      idle._draw()
+    limits = called.value.args[6]
+    assert not any(map(np.shares_memory, limits, idle._limits))
+    idle._free.append(idle._drawing.pop(row).slot)
+
+
+def test_state_that_memory_cannot_hold_leaves_the_others_there():
+  prefixes, prompt = slots._Prefixes(100), np.arange(20)
+  for length, size in ((1, 10), (2, 101), (3, 10)):
+    prefixes.keep(prompt, slots._Read(None, np.zeros(size, np.uint8), length))
+  assert prefixes.used == 20
+  assert [prefixes.longest(prompt[:n]).length for n in (1, 2, 3)] == [1, 1, 3]
