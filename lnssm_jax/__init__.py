@@ -17,8 +17,9 @@
 Each is imported when it is first used. The package needs JAX and Flax only, and no accelerator.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lnssm_jax.lazy import names_of
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,14 +52,7 @@ if TYPE_CHECKING:
   )
   from lnssm_jax.pretrained import load_model, save_model, score
 else:
-
-  def __getattr__(name: str):
-    if name in ("load_model", "save_model", "score"):
-      return getattr(importlib.import_module(f"{__name__}.pretrained"), name)
-    if name in __all__:
-      return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+  _functions = dict.fromkeys(("load_model", "save_model", "score"), f"{__name__}.pretrained")
+  __getattr__, __dir__ = names_of(
+    __name__, {name: f"{__name__}.{name}" for name in __all__[1:]} | _functions
+  )

@@ -10,32 +10,25 @@ notebooks and scripts:
     train.inspect(path)               # what `lnssm-train inspect --json` prints
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lnssm_jax.lazy import names_of
 
 __all__ = ["LoadedModel", "export", "fit", "inspect", "load_model"]
-_HOMES = {
-  "LoadedModel": ("runs.loading", "LoadedModel"),
-  "export": ("runs.export", "export_run"),
-  "fit": ("trainer", "fit"),
-  "inspect": ("inspection.report", "report"),
-  "load_model": ("runs.loading", "load_model"),
-}
 
 if TYPE_CHECKING:
   from train.inspection.report import report as inspect
   from train.runs.export import export_run as export
   from train.runs.loading import LoadedModel, load_model
   from train.trainer import fit
-
-
-def __getattr__(name: str) -> Any:
-  # Lazy, so that the command line's --help does not import JAX.
-  if name not in __all__:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  module, attribute = _HOMES[name]
-  return getattr(importlib.import_module(f"train.{module}"), attribute)
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+else:  # lazy, so that the command line's --help does not import JAX
+  __getattr__, __dir__ = names_of(
+    __name__,
+    {
+      "LoadedModel": "train.runs.loading",
+      "export": "train.runs.export:export_run",
+      "fit": "train.trainer",
+      "inspect": "train.inspection.report:report",
+      "load_model": "train.runs.loading",
+    },
+  )

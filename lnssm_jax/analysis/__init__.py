@@ -5,7 +5,6 @@ or a GPU in compiled programs, and returns arrays. `analysis.plots` draws them, 
 installed. docs/analysis.md has the equations.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
 from lnssm_jax.analysis.forgetting import (
@@ -30,6 +29,7 @@ from lnssm_jax.analysis.states import (
   state_norms,
   state_size,
 )
+from lnssm_jax.lazy import names_of
 
 __all__ = [
   "Influence",
@@ -62,12 +62,4 @@ __all__ = [
 if TYPE_CHECKING:
   from lnssm_jax.analysis import plots
 else:
-
-  def __getattr__(name: str):
-    if name == "plots":
-      return importlib.import_module(f"{__name__}.plots")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+  __getattr__, __dir__ = names_of(__name__, {"plots": f"{__name__}.plots"})

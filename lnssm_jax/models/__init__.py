@@ -3,8 +3,9 @@
 Each name is imported when it is first used: reading settings (`ModelConfig`) imports no JAX.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lnssm_jax.lazy import names_of
 
 _HOMES = {
   "backbone": ("Backbone",),
@@ -32,7 +33,7 @@ _HOMES = {
   "settings": ("count_parameters",),
   "vision_model": ("VisionModel",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)  # pyrefly: ignore
 
 if TYPE_CHECKING:
@@ -62,12 +63,4 @@ if TYPE_CHECKING:
   from lnssm_jax.models.shared import AfterShared as AfterShared
   from lnssm_jax.models.vision_model import VisionModel as VisionModel
 else:
-
-  def __getattr__(name: str):
-    if name in _HOME_OF:
-      return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+  __getattr__, __dir__ = names_of(__name__, _HOME_OF)

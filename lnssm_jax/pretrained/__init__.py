@@ -12,8 +12,9 @@ transformers, flash-linear-attention and mamba-ssm. Everything read is checked. 
 suffice; a tokenizer other than "bytes" needs the package `tokenizers`, and writing `safetensors`.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lnssm_jax.lazy import names_of
 
 __all__ = [
   "DataError",
@@ -56,14 +57,5 @@ if TYPE_CHECKING:
   from lnssm_jax.pretrained.prefixes import load_prefix, save_prefix
   from lnssm_jax.pretrained.saving import save_model
   from lnssm_jax.pretrained.texts import Score
-else:
-
-  def __getattr__(name: str):
-    # Lazy, so that tokenizing text imports no JAX.
-    if name in _HOMES:
-      return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted({*globals(), *__all__})
+else:  # lazy, so that tokenizing text imports no JAX
+  __getattr__, __dir__ = names_of(__name__, _HOMES)
