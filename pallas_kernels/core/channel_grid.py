@@ -32,7 +32,6 @@ from pallas_kernels.core.wgmma import Backend, store_unoptimized
 
 CHANNELS = 128  # per CTA, one per thread
 FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
-GRID_NAMES = ("channels", "row")
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _ROW_LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
 _RESERVED = 27 * 1024  # bytes of SMEM for barriers and flags
@@ -153,6 +152,36 @@ def full_row(value: float):
 def result_smem(chunk: int, dtype):
   """SMEM for the results of two chunks: one is written while the other leaves."""
   return plgpu.SMEM((2, chunk, CHANNELS), dtype)
+
+
+def launch(
+  name: str,
+  body: Callable[..., None],
+  inputs: Any,
+  out_type: Any,
+  smem: Any,
+  sizes: tuple[int, int, int],
+  backend: Backend,
+) -> Any:
+  """The results of a kernel with a CTA for every 128 channels of every split of a sequence.
+
+  Args:
+    body: `body(inputs, results, smem)`, of trees of references, stores the results.
+    inputs, out_type, smem: trees of arrays, of the types of the results, of what a CTA has in SMEM.
+    sizes: (B, D, P): sequences, channels, splits of a sequence.
+  """
+  B, D, P = sizes
+  (results,) = plgpu.kernel(
+    body,
+    out_type=(out_type,),
+    scratch_types=[smem],
+    grid=(D // CHANNELS, B * P),
+    grid_names=("channels", "row"),
+    interpret=backend.interpret,
+    compiler_params=COMPILER_PARAMS,
+    kernel_name=name,
+  )(inputs)
+  return results
 
 
 def pipeline(

@@ -5,11 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
-from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.diagonal_scan.config import GROUP
 from pallas_kernels.diagonal_scan.numbers import Parts, add, conjugate, times
@@ -119,24 +117,10 @@ def forward_kernel(
     for ref, y in zip(outs.decay_product, product or (), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], y)
 
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(out_type,),
-    scratch_types=[tuple(grid.result_smem(config.chunk, dtype) for dtype in out_dtypes)],
-    grid=(D // CHANNELS, B * P),
-    grid_names=grid.GRID_NAMES,
-    interpret=backend.interpret,
-    compiler_params=grid.COMPILER_PARAMS,
-    kernel_name="diagonal_scan_forward",
-  )(
-    _ForwardInputs(
-      streams,
-      decay if is_constant else (),
-      initial,
-      boundaries.as_flags(first, config.chunk),
-    )
-  )
-  return results
+  flags = boundaries.as_flags(first, config.chunk)
+  inputs = _ForwardInputs(streams, decay if is_constant else (), initial, flags)
+  smem = tuple(grid.result_smem(config.chunk, dtype) for dtype in out_dtypes)
+  return grid.launch("diagonal_scan_forward", body, inputs, out_type, smem, (B, D, P), backend)
 
 
 # Backward kernel
@@ -296,26 +280,10 @@ def backward_kernel(
     for ref, y in zip(outs.d_decay, total, strict=False):  # none unless the decay is a constant
       grid.store_row_gmem(ref.at[b, split, at], y)
 
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(out_type,),
-    scratch_types=[jax.tree.map(lambda dtype: grid.result_smem(config.chunk, dtype), dtypes)],
-    grid=(D // CHANNELS, B * P),
-    grid_names=grid.GRID_NAMES,
-    interpret=backend.interpret,
-    compiler_params=grid.COMPILER_PARAMS,
-    kernel_name="diagonal_scan_backward",
-  )(
-    _BackwardInputs(
-      streams,
-      constant_decay=decay if is_constant else (),
-      out=out,
-      initial=initial,
-      d_last=d_last,
-      first=boundaries.as_flags(first, config.chunk),
-    )
-  )
-  return results
+  flags = boundaries.as_flags(first, config.chunk)
+  inputs = _BackwardInputs(streams, decay if is_constant else (), out, initial, d_last, flags)
+  smem = jax.tree.map(lambda dtype: grid.result_smem(config.chunk, dtype), dtypes)
+  return grid.launch("diagonal_scan_backward", body, inputs, out_type, smem, (B, D, P), backend)
 
 
 # Tokens and numbers

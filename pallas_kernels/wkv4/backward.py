@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
-from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.compensated_sum import CompensatedSum, fast_two_sum
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import update
@@ -205,28 +203,12 @@ def backward_kernel(
     for ref, x in zip((*outs.d_initial, *extra_gmem), (A, C, *extra), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], x.high)
 
-  gradients_smem = None
+  smem = None
   if outputs:
-    gradients_smem = _KeyValueGradients(*(grid.result_smem(config.chunk, x.dtype) for x in (k, v)))
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(out_type,),
-    scratch_types=[gradients_smem],
-    grid=(D // CHANNELS, B * P),
-    grid_names=grid.GRID_NAMES,
-    interpret=backend.interpret,
-    compiler_params=grid.COMPILER_PARAMS,
-    kernel_name="wkv4_backward",
-  )(
-    _KernelInputs(
-      _Streams(k, v, d_out, chunk_states),
-      decay_rate=decay_rate,
-      bonus=bonus,
-      d_last=d_last,
-      first=boundaries.as_flags(first, config.chunk),
-    )
-  )
-  return results
+    smem = _KeyValueGradients(*(grid.result_smem(config.chunk, x.dtype) for x in (k, v)))
+  flags = boundaries.as_flags(first, config.chunk)
+  inputs = _KernelInputs(_Streams(k, v, d_out, chunk_states), decay_rate, bonus, d_last, flags)
+  return grid.launch("wkv4_backward", body, inputs, out_type, smem, (B, D, P), backend)
 
 
 def _moved(factor, A, move):

@@ -4,11 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
-from pallas_kernels.core.channel_grid import CHANNELS
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import update
 from pallas_kernels.wkv4.config import GROUP, STATE_ROWS
@@ -112,14 +110,6 @@ def forward_kernel(
     for ref, row in zip(outs.last, state.rows(), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], row)
 
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(out_type,),
-    scratch_types=[grid.result_smem(C, v.dtype) if outputs else None],
-    grid=(D // CHANNELS, B * P),
-    grid_names=grid.GRID_NAMES,
-    interpret=backend.interpret,
-    compiler_params=grid.COMPILER_PARAMS,
-    kernel_name="wkv4_forward",
-  )(_KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first, C)))
-  return results
+  inputs = _KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first, C))
+  smem = grid.result_smem(C, v.dtype) if outputs else None
+  return grid.launch("wkv4_forward", body, inputs, out_type, smem, (B, D, P), backend)
