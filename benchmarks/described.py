@@ -80,7 +80,8 @@ def described(gpu: Gpu) -> jax.Device:
   capability = f"major: {major} minor: {minor} feature_extension: {extension}"
   config = (
     f"gpu_device_info {{ {info} cuda_compute_capability {{ {capability} }} }} "
-    'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 } '
+    'platform_name: "CUDA" runtime_version { major: 13 } '
+    "dnn_version_info { major: 9 minor: 8 patch: 0 } "
     f'device_description_str: "{gpu.kind}"'
   )
   # One process with one device.

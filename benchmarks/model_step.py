@@ -118,13 +118,14 @@ class Sizes(NamedTuple):
   vocab_size: int = 32_000
   loss_chunk: int | None = None
   remat: str = "none"
+  matmul: str = "dtype"
 
   @classmethod
   def parse(cls, text: str, others: "Sizes | None" = None) -> "Sizes":
     """`rows=2,length=64,remat=full`: the `others`, by default the default sizes, but for these."""
     pairs = (part.split("=") for part in text.split(","))
     return (others or cls())._replace(
-      **{name: x if name == "remat" else int(x) for name, x in pairs}
+      **{name: x if isinstance(cls._field_defaults[name], str) else int(x) for name, x in pairs}
     )
 
 
@@ -150,6 +151,7 @@ def settings(body: Body, sizes: Sizes | None = None) -> Train:
       norm="rms",
       embedding_norm=False,
       remat=sizes.remat,
+      matmul=sizes.matmul,
     ),
     optimizer=Optimizer(
       # Slow: three steps without warm-up must not depend on how gradients are rounded. Each lowers

@@ -113,6 +113,7 @@ _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float6
   for short, long in (("s", "int"), ("u", "uint"))
   for bits in (8, 16, 32, 64)
 }
+_NAMES |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 
 
 def compiled(name: str, sizes: Sizes, gpu: described.Gpu, architecture: str | None = None):

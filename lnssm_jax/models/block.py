@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lnssm_jax.mixers import Mixer, redraw, shard_time
+from lnssm_jax.mixers.common import fp8
 from lnssm_jax.mixers.common.norms import NORMS
 from lnssm_jax.mixers.common.routing import Aux, joined
 from lnssm_jax.models.bidirectional import SHARED, Bidirectional
@@ -127,6 +128,8 @@ class Block(nnx.Module):
         shard_time(mixes, sequence_axis)
       if isinstance(self.channel_mixer, Mixer):
         shard_time(self.channel_mixer, sequence_axis)
+    if config.matmul == "fp8":
+      fp8.use(self)
     self.residual_dropout = config.residual_dropout
     self.residual_scale = getattr(config, "residual_scale", 1.0)
     self.sequence_axis, self.dtype = sequence_axis, dtype

@@ -159,7 +159,8 @@ class GatedMLP(nnx.Module):
     else:
       # One product, whose columns alternate: one pass over memory makes the gradients of both.
       kernel = jnp.stack([self.gate.kernel[...], self.up.kernel[...]], axis=-1).astype(self.dtype)
-      both = jnp.einsum("...d,dfn->...fn", x.astype(self.dtype), kernel)
+      dims = ((x.ndim - 1,), (0,)), ((), ())
+      both = self.gate.dot_general(x.astype(self.dtype), kernel, dims)
       gate, up = both[..., 0], both[..., 1]
       if self.gate.bias is not None:
         gate, up = (y + layer.bias[...] for y, layer in ((gate, self.gate), (up, self.up)))

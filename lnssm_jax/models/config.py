@@ -32,6 +32,9 @@ class LayersConfig:
       the last layer; it rises linearly from 0 in the first.
     dtype: of matrix products and the residual stream, a name or a dtype; norms, decays, states and
       logits are float32.
+    matmul: "dtype", or "fp8": the products of wide projections in FP8, e4m3 forward and e5m2 for
+      gradients (`lnssm_jax.mixers.common.fp8`); all else, such as recurrences, embedding and head,
+      in `dtype`, which is not float16 then.
     remat: the residuals of a layer: "none" recomputes nothing, "full" keeps the layer's input only,
       "dots" also keeps the outputs of the projections and of GPU kernels.
 
@@ -54,6 +57,7 @@ class LayersConfig:
   drop_path: float = 0.0  # of whole outputs of a row: in the last layer, 0 in the first
   dtype: str = "float32"  # of activations; states are always float32
   param_dtype: str = "float32"  # of the parameters and their gradients
+  matmul: Literal["dtype", "fp8"] = "dtype"  # products of projections, in `dtype` or in FP8
   remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes
 
   def __post_init__(self):

@@ -65,6 +65,8 @@ def check(config: Any) -> None:
   """
   for name, kind in hints_of(type(config)).items():
     _check_value(name, getattr(config, name), kind)
+  if config.matmul == "fp8" and config.dtype == "float16":
+    raise ValueError("matmul='fp8' sums beyond dtype='float16'; use dtype='bfloat16'.")
   pattern = pattern_of(config.mixer)
   if not 1 <= len(pattern) <= config.num_layers:
     raise ValueError(

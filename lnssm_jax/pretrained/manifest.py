@@ -30,6 +30,7 @@ MAX_PATTERN = 1024  # layers of a pattern of mixers, each of which is a program 
 # Settings of a model that do not affect its function of tokens and parameters, up to rounding.
 SAME_FUNCTION = (
   "dtype",
+  "matmul",
   "remat",
   "unroll",
   "initialization",

@@ -80,6 +80,17 @@ def test_sharding_pairs_of_answers_same_training(run):
 
 
 @pytest.mark.slow
+def test_sharding_fp8_same_training(run):
+  """Gathered, time-sharded and partitioned. Later steps magnify what was rounded another way."""
+  changes = {"mixer": "gla", "channel_mixer": "swiglu", "dim": 256, "matmul": "fp8"}
+  changes = {f"model__{name}": value for name, value in changes.items()}
+  results = run("trained", "1", "2x2", "1x1x2", "1x1x1x2", seq_len=8, **changes, **TRAINING)
+  for name, result in results.items():
+    first, want = result["rows"][0], results["1"]["rows"][0]
+    np.testing.assert_allclose(first, want, rtol=2e-4, err_msg=name)
+
+
+@pytest.mark.slow
 def test_sharding_experts_same_training(run):
   """Experts alone, with gathered parameters, and with time; their loads are those of all shards."""
   options = {"num_experts": 4, "shared_hidden": 8, "balance_bias": True, "balance": 0.5}

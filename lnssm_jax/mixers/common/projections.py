@@ -60,7 +60,7 @@ class Linear(nnx.Linear):
   def product(self, x: jax.Array) -> jax.Array:
     """W x in `dtype`, without the bias."""
     x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
-    return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    return self.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 class BlockDiagonal(nnx.Module):
@@ -107,7 +107,8 @@ def split_linear(layer: Linear, x: jax.Array, widths: Sequence[int]) -> list[jax
   x, kernel = (y.astype(layer.dtype) for y in (x, layer.kernel[...]))
   outputs = []
   for group, part in zip(groups, _split(kernel, map(sum, groups)), strict=True):
-    outputs += _split(x @ part, group) if len(group) > 1 else [x @ part]
+    y = layer.dot_general(x, part, (((x.ndim - 1,), (0,)), ((), ())))
+    outputs += _split(y, group) if len(group) > 1 else [y]
   if layer.bias is None:
     return outputs
   biases = _split(wide(layer.bias[...]), widths)
