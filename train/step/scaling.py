@@ -21,13 +21,13 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from lnssm_jax import sharding
 from lnssm_jax.models import settings
 from train import config
 from train.cluster.device_mesh import AXES
-from train.step.model import build_model
 
 Sizes = Mapping[str, int]  # devices by mesh axis
 
@@ -138,7 +138,7 @@ class Scaling:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
     self.cfg, self.tokens_per_second, self._gpu = cfg, tokens_per_second, GPUS[gpu]
     self._links = INTERCONNECTS[interconnect]
-    params = settings.abstract_params(cfg.model)
+    graph, params = settings.abstract_model(cfg.model)
     specs = sharding.param_specs(params, ORDER)
     flat = jax.tree_util.tree_leaves_with_path(params)
     of_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -146,8 +146,8 @@ class Scaling:
       _Parameter(tuple(entry.key for entry in path), x.shape, x.dtype.itemsize, _axes_of(spec))
       for (path, x), spec in zip(flat, of_specs, strict=True)
     ]
-    built = jax.eval_shape(lambda: build_model(cfg.model, jax.random.key(0)).init_state(1))
-    self._state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built))
+    state = jax.eval_shape(lambda: nnx.merge(graph, params).init_state(1))
+    self._state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
   def step_seconds(self, sizes: Sizes, tokens: float | None = None) -> float:
     """Predicted seconds per step.
