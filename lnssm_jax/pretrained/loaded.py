@@ -187,6 +187,8 @@ class LoadedModel:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     until: Sequence[str] = (),
     special_tokens: InText = "parse",
@@ -201,6 +203,8 @@ class LoadedModel:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     until: Sequence[str] = (),
     special_tokens: InText = "parse",
@@ -214,6 +218,8 @@ class LoadedModel:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     until: Sequence[str] = (),
     special_tokens: InText = "parse",
@@ -226,7 +232,7 @@ class LoadedModel:
     random numbers of each are those of its place in the list.
 
     Args:
-      max_tokens, temperature, top_k, top_p, seed: as in `options`.
+      max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `options`.
       until: the new text ends before the string of these that is complete first.
       special_tokens: a special token spelled out in the prompt, such as "<|im_start|>", is one
         token ("parse"), or ordinary text ("text"): for a prompt with text from others.
@@ -237,7 +243,13 @@ class LoadedModel:
         the tokens.
     """
     options = self.options(
-      max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+      max_tokens=max_tokens,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      min_p=min_p,
+      repetition_penalty=repetition_penalty,
+      seed=seed,
     )
     how: Any = {"batch": batch, "until": until, "special_tokens": special_tokens}
     several = texts_of("prompt", prompt)

@@ -104,6 +104,16 @@ def test_generate_takes_options_of_the_run_and_of_the_call(loaded):
     assert "".join(loaded.stream("ab", loaded.options(max_tokens=9), until=until)) == want
 
 
+def test_generate_takes_all_options_of_a_call(loaded, monkeypatch):
+  found = []
+  each = lambda model, tokenizer, prompts, options, **how: found.append(options) or prompts
+  monkeypatch.setattr(texts, "complete_each", each)
+  given = {"max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 6}
+  given |= {"min_p": 0.1, "repetition_penalty": 1.5}
+  loaded.generate("ab", **given)
+  assert found == [loaded.options(**given)]
+
+
 def test_options_of_a_run_that_prints_no_text_have_the_default_length(loaded):
   silent = dataclasses.replace(loaded, settings={"sample": {"tokens": 0, "temperature": 0}})
   assert (silent.options().max_tokens, silent.options().temperature) == (200, 0)
