@@ -349,7 +349,8 @@ def options_by_mixer(
   """The options of each mixer of a pattern, checked."""
   if len(pattern) > 1:
     for name in options:
-      check_choice("mixer_options: mixer", name, map(mixer_name, pattern))
+      note = " A pattern has the options of each of its mixers by name: {'gla': {...}}."
+      check_choice("mixer_options: mixer", name, map(mixer_name, pattern), note=note)
   by_mixer: dict[str | type[Mixer], dict[str, Any]] = {}
   for mixer in dict.fromkeys(pattern):
     if mixer == NONE:

@@ -259,7 +259,7 @@ def test_tied_embedding_is_the_head():
     ({"mixer": ("lnssm", "rg_lur")}, "mixer='rg_lur' is unknown; did you mean 'rg_lru'"),
     (
       {"mixer": ("lnssm", "rg_lru"), "mixer_options": {"shift": "kvg"}},
-      "mixer_options: mixer='shift' is unknown",
+      "mixer_options: mixer='shift' is unknown.*of each of its mixers by name",
     ),
     ({"norm": "rmsnorm"}, "norm='rmsnorm' is unknown; did you mean 'rms'"),
     ({"mixer": int}, "mixer=int is not a subclass of lnssm_jax.mixers.Mixer"),
