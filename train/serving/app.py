@@ -55,12 +55,13 @@ def make(
   """The application of a model; `most_tokens` are those of a prompt and its answer."""
   readers = ThreadPoolExecutor(_READERS)
   answer = functools.partial(_answer, loaded, link, name, most_tokens, readers)
-  models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "lnssm_jax"}]}
-  get = ["GET"]
+  model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "lnssm_jax"}
+  models, get = {"object": "list", "data": [model]}, ["GET"]
   routes = [
     Route("/v1/completions", functools.partial(answer, None), methods=["POST"]),
     Route("/v1/chat/completions", functools.partial(answer, chat), methods=["POST"]),
     Route("/v1/models", lambda _: JSONResponse(models), methods=get),
+    Route("/v1/models/{asked:path}", functools.partial(_model, model), methods=get),
     Route("/health", lambda _: _health(link), methods=get),
     Route("/metrics", lambda _: PlainTextResponse(link.metrics()), methods=get),
   ]
@@ -92,6 +93,17 @@ def _health(link: Link) -> Response:
   return PlainTextResponse(*(("failed", 503) if link.lost else ("ok", 200)))
 
 
+def _model(model: Mapping[str, Any], http: HttpRequest) -> Response:
+  _check_name(http.path_params["asked"], model["id"])
+  return JSONResponse(model)
+
+
+def _check_name(asked: str | None, name: str) -> None:
+  """Raises unless the model that a request names, if it does, is this one."""
+  if asked not in (None, name):
+    raise HttpError(404, f"model={asked!r:.80} is not served; this is {name!r}.")
+
+
 async def _answer(
   loaded: LoadedModel,
   link: Link,
@@ -102,8 +114,7 @@ async def _answer(
   http: HttpRequest,
 ) -> Response:
   body, size = await _body(http)
-  if body.get("model") not in (None, name):
-    raise HttpError(404, f"model={body['model']!r:.80} is not served; this is {name!r}.")
+  _check_name(body.get("model"), name)
   limits = {"most_texts": link.queue, "most_tokens": most_tokens}
   try:
     read = functools.partial(requests.parse, body, loaded, chat, **limits)
@@ -204,7 +215,7 @@ class _Choices:
       text.add(tokens)
       self.new_tokens += len(tokens)
       if text.ended and ended is None:
-        self._link.cancel([row])
+        self._link.cancel([row], finished=True)
       if text.ended:
         ended = "stop"
       now = text.shown if ended is None else text.text

@@ -1,8 +1,8 @@
 """The thread of the device: texts that another process sends wait for a slot of the batch.
 
 In this process the thread would have to wait for Python's lock whenever that one works. Lists of
-(number of a text, `New`, or None to give it up) come in, a `News` for each call of the device goes
-out; a closed connection is the end of either side.
+(number of a text, `New`, or whether it is finished) come in, a `News` for each call of the device
+goes out; a closed connection is the end of either side.
 """
 
 import collections
@@ -71,7 +71,7 @@ class Engine:
     while idle or self._connection.poll():
       idle = False
       for number, new in self._connection.recv():
-        if new is not None:
+        if isinstance(new, New):
           self._counts["requests_total"] += 1
           self._waiting[number] = new
           continue
@@ -80,7 +80,7 @@ class Engine:
           row.cancelled = True
           del self._texts[row]
         if row is not None or self._waiting.pop(number, None):
-          self._counts["cancelled_total"] += 1
+          self._counts["finished_total" if new else "cancelled_total"] += 1
 
   def _admit(self) -> None:
     """Gives waiting texts the free slots."""

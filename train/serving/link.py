@@ -67,7 +67,7 @@ class Link:
     self._drawn: OrderedDict[int, tuple[list[int], str | None]] = OrderedDict()
     # Nobody reads while the device compiles, and what is sent then would hold the event loop.
     self._sender, self._sending = ThreadPoolExecutor(1), False
-    self._unsent: dict[int, New | None] = {}
+    self._unsent: dict[int, New | bool] = {}
 
   def open(self, when_lost: Callable[[], None]) -> None:
     """Begins to deliver tokens, in the running event loop."""
@@ -128,14 +128,17 @@ class Link:
       self._unsent[number] = New(row.prompt, row.options, row.number, now, at_once)
     self._send()
 
-  def cancel(self, rows: Sequence[Row]) -> None:
-    """Frees the places of rows that have not ended; nothing more of them is delivered."""
+  def cancel(self, rows: Sequence[Row], *, finished: bool = False) -> None:
+    """Frees the places of rows that have not ended; nothing more of them is delivered.
+
+    They count as cancelled, or as `finished`, by a stop string.
+    """
     for row in rows:
       number = self._number_of.pop(row, None)
       if number is not None:
         del self._rows[number]
         if not self._unsent.pop(number, None):
-          self._unsent[number] = None
+          self._unsent[number] = finished
     self._send()
 
   def _send(self) -> None:
