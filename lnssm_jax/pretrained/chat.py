@@ -164,6 +164,15 @@ def special_in(tokenizer: FileTokenizer, message: Any) -> str | None:
   return next(filter(None, map(tokenizer.special_in, texts)), None)
 
 
+def write_tokenizer(folder: Path, tokenizer: FileTokenizer) -> dict[str, str]:
+  """Writes tokenizer.json with the files for chats next to it; returns these, as `files_of`."""
+  (folder / "tokenizer.json").write_bytes(tokenizer.standalone)
+  files = files_of(tokenizer)
+  for name, content in files.items():
+    (folder / name).write_text(content)
+  return files
+
+
 def files_of(tokenizer: FileTokenizer) -> dict[str, str]:
   """{name: content} of the files for chats next to a tokenizer, for a copy of it."""
   found, folder = {}, tokenizer.folder

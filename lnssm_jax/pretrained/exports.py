@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from lnssm_jax.files.reading import digest_of
 from lnssm_jax.models import settings
+from lnssm_jax.pretrained import chat
 from lnssm_jax.pretrained.manifest import (
   FORMAT,
   MANIFEST,
@@ -124,6 +126,13 @@ def tokenizer_of(folder: str | Path, manifest: Manifest) -> Tokenizer:
       found = FileTokenizer(path, follow_links=False, end_of_text=end, added=Added())
   if found.fingerprint != manifest.tokenizer["fingerprint"]:
     raise ExportError(f"{path} has changed since it was written; restore the original.")
+  of_chat = manifest.tokenizer.get("chat")
+  changed = isinstance(found, FileTokenizer) and digest_of(chat.files_of(found)) != of_chat
+  if of_chat is not None and changed:
+    raise ExportError(
+      f"{folder}: the chat template, or a file of its tokens, has changed since it was written;"
+      " restore the original."
+    )
   return found
 
 

@@ -3,7 +3,7 @@
     FOLDER/
       model.safetensors   every parameter, named by its path joined with "."
       manifest.json       metadata; contains no file names
-      tokenizer.json      the tokenizer, unless it is "bytes"
+      tokenizer.json      the tokenizer, unless it is "bytes"; its files for chats, if it has them
 
 The manifest has the settings of the model, the step, the tokenizer, package versions, for every
 tensor its dtype, shape and the SHA-256 of its bytes; of the run its settings and last metrics; and
@@ -50,7 +50,8 @@ class Manifest:
 
   model: dict[str, Any]  # settings of the model
   step: int
-  tokenizer: dict[str, str]  # spec, fingerprint, and end_of_text if it is not the usual token
+  # spec, fingerprint, end_of_text if it is not the usual token, the digest of files for a chat
+  tokenizer: dict[str, str]
   tensors: dict[str, dict[str, Any]]
   parameters: dict[str, str]  # {name of a tensor: current name of the parameter}
   settings: dict[str, Any]  # of the run, without the model; empty in older exports
@@ -95,7 +96,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise TypeError(f"the dtype of {name} is not a string")
     if type(step) is not int or step < 0 or any(type(x) is not str for x in tokenizer.values()):
       raise ExportError(f"{path}: step={step!r} must be a number, tokenizer={tokenizer} strings.")
-    ends = {name: tokenizer[name] for name in ("end_of_text",) if name in tokenizer}
+    ends = {name: tokenizer[name] for name in ("end_of_text", "chat") if name in tokenizer}
     tokenizer = {name: tokenizer[name] for name in ("spec", "fingerprint")} | ends
     metrics = [dict(row) for row in run.get("metrics", [])]
     return Manifest(model, step, tokenizer, tensors, names, dict(run.get("settings", {})), metrics)

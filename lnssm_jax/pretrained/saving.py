@@ -14,7 +14,8 @@ from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.files.reading import digest_of
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import params_of, stored
-from lnssm_jax.pretrained import exports, safetensors
+from lnssm_jax.pretrained import chat, exports, safetensors
+from lnssm_jax.pretrained import special_tokens as special
 from lnssm_jax.pretrained.loaded import sample_of
 from lnssm_jax.pretrained.manifest import NO_TOKENIZER, ExportError
 from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
@@ -62,7 +63,7 @@ def save_model(
   if not isinstance(found, LanguageModel):
     raise ValueError(
       f"model is of the class {type(model).__name__}; give a models.LanguageModel, or a bound Linen"
-      " face of one."
+      " face of one; save other modules by Orbax, as any of Flax."
     )
   tokenizer = _tokenizer(tokenizer)
   if tokenizer is not None and tokenizer.vocab_size > found.vocab_size:
@@ -124,9 +125,9 @@ def write(
       of_tokenizer["spec"] = exports.TOKENIZER
       if tokenizer.named_end is not None:
         of_tokenizer["end_of_text"] = tokenizer.named_end
-      path = partial / exports.TOKENIZER
-      path.write_bytes(tokenizer.standalone)
-      written = FileTokenizer(path, end_of_text=tokenizer.named_end)
+      if files := chat.write_tokenizer(partial, tokenizer):
+        of_tokenizer["chat"] = digest_of(files)
+      written = FileTokenizer(partial / exports.TOKENIZER, end_of_text=tokenizer.named_end)
       of_tokenizer["fingerprint"] = written.fingerprint
     tensors, manifest = partial / exports.TENSORS, partial / exports.MANIFEST
     safetensors.write(tensors, arrays, {"format": "flax"})
@@ -143,7 +144,8 @@ def _tokenizer(given: Any) -> Tokenizer | None:
   if given is None or hasattr(given, "fingerprint"):
     return given
   if hasattr(given, "to_str"):  # of the package tokenizers
-    return FileTokenizer("the tokenizer", raw=given.to_str().encode())
+    path = Path("the tokenizer", exports.TOKENIZER)  # with nothing next to it
+    return FileTokenizer(path, raw=given.to_str().encode())
   if not isinstance(given, str | Path):
     raise ValueError(
       f"tokenizer is of the class {type(given).__name__}; give 'bytes', the path of a "
@@ -152,7 +154,10 @@ def _tokenizer(given: Any) -> Tokenizer | None:
   if given == "bytes":
     return ByteTokenizer()
   path = Path(given)
-  return FileTokenizer(path / exports.TOKENIZER if path.is_dir() else path)
+  if not path.is_dir():
+    return FileTokenizer(path)
+  end = special.token_of(special.read_settings(path, follow_links=True), "eos_token")
+  return FileTokenizer(path / exports.TOKENIZER, end_of_text=end)
 
 
 def _versions() -> dict[str, str | None]:

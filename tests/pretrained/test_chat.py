@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+import lnssm_jax
 from lnssm_jax import pretrained
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
@@ -19,6 +20,7 @@ from lnssm_jax.pretrained.tokenizers import ByteTokenizer, FileTokenizer
 from tests.pages import blocks_of
 from tests.peers.chats import TALKS, TEMPLATES, TOKENS
 from tests.pretrained.published import GOLDEN, recorded, write
+from tests.pretrained.test_save_model import random_model
 from train.cli.main import main
 from train.config.checked import ConfigError
 from train.config.schema import Data
@@ -169,6 +171,28 @@ def test_end_that_the_tokenizer_lacks_is_an_error(tmp_path, chat):
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["<end>"]}')
   with pytest.raises(ExportError, match=r"eos_token_id=\['<end>'\] is no token"):
     template()
+
+
+def test_saved_model_keeps_the_template_of_its_tokenizer(tmp_path, chat, monkeypatch):
+  del chat  # for its package
+  model, there = random_model(mixer="lrn", num_layers=1, vocab_size=261), tmp_path / "there"
+  tokenizer = load_tokenizer(str(folder_with(there, TEMPLATES["brackets"])))
+  lnssm_jax.save_model(tmp_path / "out", model, there)
+  found = lnssm_jax.load_model(tmp_path / "out")
+  assert found.tokenizer.fingerprint == tokenizer.fingerprint
+  assert found.chat_prompt([HI]) == ChatTemplate(tokenizer).prompt([HI])
+  (tmp_path / "out" / "chat_template.jinja").write_text("another")
+  with pytest.raises(ExportError, match="the chat template, or a file of its tokens, has changed"):
+    lnssm_jax.load_model(tmp_path / "out").tokenizer  # noqa: B018
+  monkeypatch.chdir(there)  # of which an object of the package knows nothing
+  inner = tokenizers.Tokenizer.from_file("tokenizer.json")
+  inner.add_special_tokens(["</s>"])
+  lnssm_jax.save_model(tmp_path / "alone", model, inner)
+  assert sorted(x.name for x in (tmp_path / "alone").iterdir()) == [
+    "manifest.json",
+    "model.safetensors",
+    "tokenizer.json",
+  ]
 
 
 def test_tokenizer_of_bytes_has_no_template():

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 import lnssm_jax
-from lnssm_jax.pretrained import chat, texts
+from lnssm_jax.pretrained import texts
 from lnssm_jax.slots import Row, Slots
 from tests.pretrained.test_chat import folder_with
 from tests.pretrained.test_save_model import random_model
@@ -49,8 +49,6 @@ def loaded(tmp_path_factory):
   model = random_model(mixer="lrn", num_layers=1, vocab_size=260)
   tokenizer = load_tokenizer(str(folder_with(folder.parent / "tokenizer", TEMPLATE)))
   lnssm_jax.save_model(folder, model, tokenizer)
-  for name, content in chat.files_of(tokenizer).items():  # as an export has them
-    (folder / name).write_text(content)
   return lnssm_jax.load_model(folder)
 
 
@@ -217,9 +215,10 @@ def test_choices_stops_and_chats(loaded, port):
   body = {"prompt": "ab", "temperature": 0.0, "max_tokens": 16}
   text = ask(port, "/v1/completions", body)[1]["choices"][0]["text"]
   wait_for(port, slots_used=0)
-  cancelled = metrics(port)["cancelled_total"] + 1
+  counts = metrics(port)
   ask(port, "/v1/completions", body | {"stop": text, "max_tokens": 30_000})  # it would not end
-  wait_for(port, slots_used=0, cancelled_total=cancelled)
+  finished = {"finished_total": counts["finished_total"] + 1}
+  wait_for(port, slots_used=0, cancelled_total=counts["cancelled_total"], **finished)
 
   said = [{"role": "system", "content": "be brief"}]
   said += [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -240,7 +239,9 @@ def test_choices_stops_and_chats(loaded, port):
   first, *others = ask(port, "/v1/chat/completions", body)[1]
   assert first["choices"][0]["delta"]["role"] == "assistant" and len(others) > 3
   assert not any("role" in event["choices"][0]["delta"] for event in others)
-  assert ask(port, "/v1/models")[1]["data"][0]["id"] == "model"
+  (served,) = ask(port, "/v1/models")[1]["data"]
+  assert ask(port, "/v1/models/model") == (200, served) and served["id"] == "model"
+  assert ask(port, "/v1/models/other")[0] == 404
   assert ask(port, "/health") == (200, "ok")
 
 

@@ -87,9 +87,7 @@ def export_run(
     with new_folder(out, ExportError) as partial:
       hugging_face.save(partial, params, settings, layout=layout, **options)
       if isinstance(tokenizer, FileTokenizer):
-        (partial / exports.TOKENIZER).write_bytes(tokenizer.standalone)
-        for name, content in chat.files_of(tokenizer).items():
-          (partial / name).write_text(content)
+        chat.write_tokenizer(partial, tokenizer)
     return None
   write(out, model, params, tokenizer, loaded.step, run=run, metrics=rows)
   return exports.read_manifest(local(out))
