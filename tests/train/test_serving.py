@@ -202,6 +202,7 @@ def test_choices_stops_and_chats(loaded, port):
   assert status == 200 and answer["object"] == "text_completion"
   assert [choice["text"] for choice in answer["choices"]] == want
   assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+  assert answer["usage"]["prompt_tokens"] == 5  # of two prompts, not of four choices
   end = want[0][4:6]
   tokens = loaded.tokenizer.encode("ab").tolist()
   body = {"prompt": tokens, "stop": end, "model": "model", "user": "me", "logprobs": None}

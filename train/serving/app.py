@@ -174,7 +174,8 @@ class _Choices:
     self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]
     self._news: asyncio.Queue[Drawn | None] = asyncio.Queue()  # None: the client has left
     self._left, self._at_once = set(self._rows), not (asked.stream or asked.until)
-    self.prompt_tokens, self.new_tokens = sum(len(row.prompt) for row in self._rows), 0
+    own = {id(prompt): len(prompt) for prompt in asked.prompts}  # one for all choices of a prompt
+    self.prompt_tokens, self.new_tokens = sum(own.values()), 0
 
   def submit(self) -> None:
     self._link.submit(self._rows, self._news.put_nowait, at_once=self._at_once)
