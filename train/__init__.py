@@ -1,6 +1,6 @@
 """The trainer: `lnssm-train fit | evaluate | generate | tokenize | ... --config FILE`.
 
-It is installed with `lnssm_jax`, and needs the extra `train` (`pip install 'lnssm-jax[train]'`).
+It is installed with `lnssm_jax`, and needs the extra `train` (`pip install ".[train]"`).
 `python -m train` is the same command, where the working directory has no `train.py` of its own. In
 notebooks and scripts:
 

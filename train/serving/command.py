@@ -65,7 +65,7 @@ def serve(
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
   except ImportError as error:
-    raise DataError(f"serve needs a package ({error}): pip install 'lnssm-jax[serve]'") from None
+    raise DataError(f"serve needs the extra `serve` ({error}): pip install '.[serve]'") from None
 
   most_tokens = (loaded.model.max_length or 32_768) if most_tokens is None else most_tokens
   for option, size in {"slots": slots, "queue": queue, "most-tokens": most_tokens}.items():
