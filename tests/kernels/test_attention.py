@@ -129,9 +129,9 @@ def test_packed_documents_equal_separate_calls():
 )
 def test_dropped_weights_are_those_of_the_reference(size):
   """Each one, by values that tell the weights apart; and with gradients, which use the masks."""
-  T, H = 64, 2
-  q, k, _ = drawn(T, H=H)
-  v = jnp.eye(T, dtype=BF16)[None, :, None]
+  T, H = 64, 4
+  q, k, _ = drawn(T, H=H, G=2)
+  v = jnp.repeat(jnp.eye(T, dtype=BF16)[None, :, None], 2, axis=2)
   how = {"dropout": 0.3, "dropout_key": jax.random.key(7)} | size
   how["segment_ids"] = jnp.asarray([[0] * 23 + [1] * 41])
 

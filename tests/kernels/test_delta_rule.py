@@ -18,7 +18,8 @@ from lnssm_jax.ops.delta_rule import pallas
 from lnssm_jax.ops.delta_rule.types import Inputs, Options
 from pallas_kernels.core import device
 from pallas_kernels.core.wgmma import WITHOUT_BARRIERS, Backend
-from pallas_kernels.delta_rule import config
+from pallas_kernels.delta_rule import config, types
+from pallas_kernels.delta_rule.sm90 import recurrence
 from pallas_kernels.delta_rule.triangular_inverse import (
   ROWS,
   InverseTiles,
@@ -107,6 +108,31 @@ def test_splits_that_run_at_the_same_time(monkeypatch, K, V):
   documents_begin_at(monkeypatch, [65], [40])
   case = Case(T=66, K=K, V=V, H=1, chunk=None, decay="weak", segments=True)
   contract.assert_case(DELTA_RULE, case, BF16, "pallas_interpret", DELTA_RULE.inputs(case))
+
+
+def test_split_of_wide_keys_that_are_zero_scales_every_row_of_a_state():
+  """Of 128 rows, in two tiles: the unit matrix times the decay, and nothing is added."""
+  C, K, V = config.CHUNK, 128, 64
+  tables = jnp.ones((1, 1, 1, config.NUM_ROWS, C)).at[..., types.DECAY, :].set(0.5)
+  stage = recurrence.Stage(
+    erase_key=None,
+    inverse=jnp.eye(C, dtype=BF16)[None, None],
+    k=jnp.zeros((1, C, 1, K), BF16),
+    q=None,
+    v=jnp.ones((1, C, 1, V), BF16),
+    tables=tables,
+    segment_ids=None,
+  )
+  backend = Backend(plgpu.InterpretGPUParams(detect_races=True))
+  maps = recurrence.split_maps(
+    stage,
+    heads=1,
+    num_splits=1,
+    config=config.RecurrenceConfig(64, 1, 232, 232),
+    chunk=C,
+    backend=backend,
+  )
+  np.testing.assert_array_equal(maps[0, 0, 0], np.concatenate([np.eye(K) / 2, np.zeros((V, K))]))
 
 
 @pytest.mark.parametrize(
