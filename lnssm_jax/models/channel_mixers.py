@@ -18,7 +18,9 @@ from lnssm_jax.mixers import Mixer
 from lnssm_jax.mixers.common.activations import exact_gelu
 from lnssm_jax.mixers.common.checks import (
   check_choice,
+  check_finite,
   check_layer,
+  check_options,
   check_positive,
   check_rngs,
   check_soft_cap,
@@ -27,6 +29,7 @@ from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
 from lnssm_jax.mixers.common.routing import Aux, check_coefficient, check_selected
 from lnssm_jax.mixers.common.token_shift import interpolated, last_input
 from lnssm_jax.models.experts import NUM_EXPERTS, Router, mixture, product_of
+from lnssm_jax.ops.core.checks import check_floating
 from lnssm_jax.ops.core.precision import wide
 
 
@@ -55,7 +58,29 @@ ACTIVATIONS = {
 }
 
 
-class GPT2MLP(nnx.Module):
+class _OfTokens(nnx.Module):
+  """A channel mixer that reads each token by itself; its options and its input are checked."""
+
+  dim: int
+
+  def __new__(cls, *args: Any, **options: Any):
+    if "rngs" in options:
+      check_rngs(cls.__name__, options["rngs"])
+    check_options(cls, options)
+    return super().__new__(cls)
+
+  def _check(self, x: Any) -> None:
+    name = type(self).__name__
+    if not hasattr(x, "shape"):
+      raise ValueError(f"{name}: x is a {type(x).__name__}; give an array, jnp.asarray(x).")
+    if x.shape[-1:] != (self.dim,):
+      raise ValueError(
+        f"{name}: x has shape {x.shape}; its last axis must have {self.dim} channels."
+      )
+    check_floating(name, "x", x)
+
+
+class GPT2MLP(_OfTokens):
   """W_down gelu(W_up x) with the exact (erf) GELU, a hidden width of 4 D, and no biases.
 
   GPT-2's own code has use_bias=True and activation="gelu_tanh", Nemotron-H
@@ -83,8 +108,7 @@ class GPT2MLP(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_rngs(type(self).__name__, rngs)
-    hidden = _width(dim, hidden, lambda dim: 4 * dim)
+    self.dim, hidden = dim, _width(dim, hidden, lambda dim: 4 * dim)
     self.activation = check_choice("activation", activation, ACTIVATIONS)
 
     def linear(inputs, outputs):
@@ -102,10 +126,11 @@ class GPT2MLP(nnx.Module):
     self.up, self.down = linear(dim, hidden), linear(hidden, dim)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    self._check(x)
     return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(_OfTokens):
   """W_down (activation(W_gate x) * W_up x): `SwiGLU` and `GeGLU`.
 
   Args:
@@ -136,10 +161,9 @@ class GatedMLP(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_rngs(type(self).__name__, rngs)
     self.gate_scale, self.output_scale = gate_scale, output_scale
     self.limit = check_soft_cap("limit", limit)
-    hidden = _width(dim, hidden, self.usual_width)
+    self.dim, hidden = dim, _width(dim, hidden, self.usual_width)
     activation = self.usual_activation if activation is None else activation
     self.activation = check_choice("activation", activation, ACTIVATIONS)
     linear = functools.partial(
@@ -154,7 +178,8 @@ class GatedMLP(nnx.Module):
     self.dtype = jnp.dtype(dtype)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    if x.shape[-2] == 1:  # a single token: the kernels would be copied each time
+    self._check(x)
+    if x.shape[-2:-1] in ((), (1,)):  # a single token: the kernels would be copied each time
       gate, up = self.gate(x), self.up(x)
     else:
       # One product, whose columns alternate: one pass over memory makes the gradients of both.
@@ -198,7 +223,7 @@ class GeGLU(GatedMLP):
   kernel_init = staticmethod(nnx.initializers.variance_scaling(1.0, "fan_in", "normal"))
 
 
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(_OfTokens):
   """The sum of a few gated MLPs, which a router selects for each token, and of a shared one.
 
       y = scale * sum_j w_j W_down^j (activation(W_gate^j x) * W_up^j x) + shared(x)
@@ -263,8 +288,7 @@ class MixtureOfExperts(nnx.Module):
     param_dtype=jnp.float32,
     rngs: nnx.Rngs,
   ):
-    check_rngs(type(self).__name__, rngs)
-    hidden = _width(dim, hidden, self.usual_width)
+    self.dim, hidden = dim, _width(dim, hidden, self.usual_width)
     check_selected("experts_per_token", experts_per_token, "num_experts", num_experts)
     check_selected("groups_per_token", groups_per_token, "num_groups", num_groups)
     size, rest = divmod(num_experts, num_groups)
@@ -282,7 +306,7 @@ class MixtureOfExperts(nnx.Module):
     self.limit = check_soft_cap("limit", limit)
     self.num_experts, self.dtype = num_experts, jnp.dtype(dtype)
     kind = check_choice("router", router, ("softmax", "sigmoid"))
-    eps = weight_eps if normalize_weights else None
+    eps = check_finite("weight_eps", weight_eps, least=0) if normalize_weights else None
     selection = experts_per_token, eps, weight_scale, num_groups, groups_per_token
     self.route = Router(kind, *selection, check_coefficient("balance", balance))
     own = {} if activation is None else {"activation": activation}
@@ -319,6 +343,9 @@ class MixtureOfExperts(nnx.Module):
 
   def with_aux(self, x: jax.Array) -> tuple[jax.Array, Aux]:
     """(y, the balance loss and the share of the tokens that select each expert)."""
+    self._check(x)
+    if 0 in x.shape:
+      raise ValueError(f"{type(self).__name__}: x has shape {x.shape}; give at least one token.")
     tokens = x.reshape(-1, x.shape[-1])
     kernel = wide(self.router.kernel[...])
     logits = jnp.matmul(tokens.astype(kernel.dtype), kernel, precision="highest")

@@ -199,3 +199,25 @@ def test_flops_include_the_channel_mixer():
     for name in ("none", "geglu")
   ]
   assert counted[1] - counted[0] == 2 * 18 * 8**2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "swiglu", "moe"])
+def test_channel_mixer_names_a_wrong_input_or_option(name):
+  make = lambda **options: CHANNEL_MIXERS[name](6, hidden=4, **options, rngs=nnx.Rngs(0))
+  mixer, x = jax.eval_shape(make), jax.ShapeDtypeStruct((2, 3, 6), jnp.float32)
+  wrong = [
+    ([[1.0] * 6], "x is a list"),
+    (jnp.zeros((2, 5)), r"x has shape \(2, 5\); .* 6 channels"),
+  ]
+  wrong += [(jnp.zeros((2, 6), int), "x has dtype int32"), (jnp.zeros(()), "x has shape")]
+  wrong += [(jnp.zeros((0, 6)), "at least one token")] if name == "moe" else []
+  for given, message in wrong:
+    with pytest.raises(ValueError, match=message):
+      mixer(given)
+  options = {"gpt2": [{"use_bias": "no"}], "swiglu": [{"gate_scale": np.nan}, {"use_bias": 1}]}
+  experts = [{"weight_eps": -1.0}, {"weight_scale": np.nan}, {"normalize_weights": "no"}]
+  for option in options.get(name, experts):
+    with pytest.raises(ValueError, match=next(iter(option))):
+      make(**option)
+  for given in (x, jax.ShapeDtypeStruct((6,), jnp.float32)):
+    assert jax.eval_shape(lambda mixer, x: mixer(x), mixer, given).shape == given.shape

@@ -58,7 +58,7 @@ def check_options(cls: type, options: Mapping[str, Any]) -> None:
     if kind is bool and not isinstance(value, bool):
       raise ValueError(f"{name}={value!r} must be True or False.")
     number = kind is float or (kind == float | None and value is not None)
-    if number and not is_number(value):
+    if number and (not is_number(value) or math.isnan(value)):
       raise ValueError(f"{name}={value!r} must be a finite number.")
 
 
