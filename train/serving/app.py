@@ -168,7 +168,7 @@ class _Choices:
   """The texts of one request while they grow; used by the thread of the event loop."""
 
   def __init__(self, loaded: LoadedModel, link: Link, asked: requests.Request):
-    self._loaded, self._link, self._stops = loaded, link, asked.options.stop_tokens
+    self._loaded, self._link = loaded, link
     self._rows = [Row(prompt, asked.options, n) for n, prompt in enumerate(asked.prompts)]
     tokenizer, until = loaded.tokenizer, asked.until
     self._texts = [Continuation(tokenizer, row.prompt.tolist(), until) for row in self._rows]

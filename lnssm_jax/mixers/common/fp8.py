@@ -88,7 +88,7 @@ product.defvjp(_product, _gradients)
 
 
 def _multiplied(a, b, axes, dtype, precision=None):
-  """The product of two scaled arrays along one axis of each. float32 sums."""
+  """The product of two scaled arrays along one axis of each; float32 sums if so precise."""
   (a, of_a), (b, of_b) = a, b
   dims = (axes[:1], axes[1:]), ((), ())
   y = jax.lax.dot_general(a, b, dims, precision, preferred_element_type=dtype)
