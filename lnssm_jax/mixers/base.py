@@ -11,7 +11,6 @@ from jax.export import is_symbolic_dim
 from lnssm_jax.mixers.common.checks import (
   check_options,
   check_positive,
-  check_rngs,
   check_state,
 )
 from lnssm_jax.mixers.common.lengths import checked_lengths, run_rows, run_units
@@ -82,8 +81,6 @@ class Mixer[State](nnx.Module):
   set_by_model: ClassVar[tuple[str, ...]] = ()
 
   def __new__(cls, *args: Any, **options: Any):
-    if "rngs" in options:
-      check_rngs(cls.__name__, options["rngs"])
     check_options(cls, options)
     return super().__new__(cls)
 

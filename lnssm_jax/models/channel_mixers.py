@@ -22,7 +22,6 @@ from lnssm_jax.mixers.common.checks import (
   check_layer,
   check_options,
   check_positive,
-  check_rngs,
   check_soft_cap,
 )
 from lnssm_jax.mixers.common.initializers import orthogonal, shift_weight
@@ -64,8 +63,6 @@ class _OfTokens(nnx.Module):
   dim: int
 
   def __new__(cls, *args: Any, **options: Any):
-    if "rngs" in options:
-      check_rngs(cls.__name__, options["rngs"])
     check_options(cls, options)
     return super().__new__(cls)
 
@@ -462,7 +459,7 @@ class RWKV7ChannelMix(RWKV6ChannelMix):
   power, has_gate = 4, False
 
 
-class Identity(nnx.Module):
+class Identity(_OfTokens):
   """The input itself, so that a block adds the norm of its stream to it: x + norm(x).
 
   It has no parameters and no hidden channels. Source: `nn.Identity` as the state mixer of Zoology's
@@ -473,8 +470,7 @@ class Identity(nnx.Module):
   usual_width = staticmethod(lambda dim: None)
 
   def __init__(self, dim: int, *, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
-    del dim, dtype, param_dtype
-    check_rngs(type(self).__name__, rngs)
+    del dim, dtype, param_dtype, rngs
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x

@@ -46,11 +46,13 @@ def check_rngs(name: str, rngs: Any) -> None:
 
 
 def check_options(cls: type, options: Mapping[str, Any]) -> None:
-  """Raises `ValueError` unless options of `cls` that are flags or numbers are given as such.
+  """Raises `ValueError` unless `rngs` are Flax's and flags and numbers of `cls` are given as such.
 
   They are those that its constructor annotates with bool, or with float and maybe None. An option
   with another library's name raises, too.
   """
+  if "rngs" in options:
+    check_rngs(cls.__name__, options["rngs"])
   kinds = _kinds(cls)
   check_names(cls.__name__, options, kinds)
   for name, value in options.items():
