@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
   "rwkv7": _linear("rwkv7", 16, 64, 64, conv_size=0, qk_l2norm=False, chunk_size=32),
   "mlstm": _linear("mlstm", 4, 128, 256, conv_size=0, qk_l2norm=False),
   "mamba3": _attention(8) | {"layer_types": ["mamba3"] * LAYERS, "ssm": {"expand": 2}},
+  "mamba3_mimo": _attention(8)
+  | {"layer_types": ["mamba3"] * LAYERS, "ssm": {"expand": 2, "mimo_rank": 4}},
   "softmax_attention": _attention(8),
   "sliding_window_attention": _attention(8, sliding_window=1024),
 }

@@ -96,6 +96,7 @@ BODIES = {
   "longhorn": Body("longhorn", 8),
   "rwkv6": Body("rwkv6", 16),
   "mamba3": Body("mamba3", 8),
+  "mamba3_mimo": Body("mamba3", 8, {"mimo_rank": 4}),
   "mlstm": Body("mlstm", 4),
   "kda": Body("kda", 8),
   "gated_delta_net2": Body("gated_delta_net2", 8),

@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Case]] = {
       _rotate,
       {"keys": "BTRGN", "queries": "BTRGN", "key_offset": "HRN", "query_offset": "HRN",
        "pace": "BTA", "step": "BTH", "weight": "BTH"},
-      _rotated, {"B": 8, "T": 2048, "H": 32, "R": 1, "N": 128, "A": 32}, "BTHRN",
+      _rotated, {"B": 8, "T": 2048, "H": 32, "R": 1, "N": 128, "A": 32}, "BTRHN",
     )
   },
   "cross_entropy": {

@@ -2,8 +2,9 @@
 
 The letters are the axes: `B` batch, `T` time, `H` heads, `K` key width per head, `V` value width
 per head, `D` channels, `N` state width per channel, `C` chunk length; `G` heads that groups of the
-others share, `S` H or G heads, `W` and `L` taps of a convolution. `q: BTHK` is a floating-point
-array `[B, T, H, K]`; `Ids` are integers. An axis has one size in a whole signature, but for `S`.
+others share, `S` H or G heads, `R` keys per token, `W` and `L` taps of a convolution. `q: BTHK` is
+a floating-point array `[B, T, H, K]`; `Ids` are integers. An axis has one size in a whole
+signature, but for `S`.
 
 For a type checker every alias is `jax.Array`. Where jaxtyping is installed the aliases carry dtypes
 and shapes, which the tests check with beartype; the library itself does not need it.
@@ -66,6 +67,9 @@ SK = Float[jax.Array, "_ K"]
 SV = Float[jax.Array, "_ V"]
 BTS = Float[jax.Array, "B T _"]
 BTSK = Float[jax.Array, "B T _ K"]
+BTRSK = Float[jax.Array, "B T R _ K"]
+BTRSV = Float[jax.Array, "B T R _ V"]
+BTRHV = Float[jax.Array, "B T R H V"]
 BTSV = Float[jax.Array, "B T _ V"]
 BTGK = Float[jax.Array, "B T G K"]
 BTGV = Float[jax.Array, "B T G V"]

@@ -170,7 +170,11 @@ def _queries_and_keys(mixer, x, segment_ids):
     )
   call = calls[-1]
   q, k = (wide(call.arguments[name]) for name in named(call.op))
-  q, k = (z if z.ndim == 4 else z[:, :, None] for z in (q, k))
+  q, k = (z[:, :, None] if z.ndim == 3 else z for z in (q, k))
+  if q.ndim == 5:  # R queries and keys of a token: each query with each key, as heads
+    B, T, R, _, K = q.shape
+    q, k = jnp.repeat(q, R, axis=2), jnp.tile(k, (1, 1, R, 1, 1))
+    q, k = (z.reshape(B, T, -1, K) for z in (q, k))
   if call.op != "attention":
     return q, k, None
   checked = dispatch.check(call.op, **call.arguments)

@@ -167,14 +167,10 @@ class Mamba3(Mixer[Mamba3State]):
     recurrent = LinearAttentionState(zeros(N, P), None)
     return Mamba3State(recurrent, zeros(self.rank, N), zeros(P), zeros(self.num_angles))
 
-  def _log_decays(self, x, state, segment_ids):
-    (of_each,) = super()._log_decays(x, state, segment_ids)
-    return [of_each[:, :, :: self.rank]]
-
   def _of_rank(self, x, vectors):
-    """[..., H, P] -> [..., H, R, P]: x times each of its head's vectors."""
-    x = wide(x)[..., None, :]
-    return x if vectors is None else x * wide(vectors[...])
+    """[..., H, P] -> [..., R, H, P]: x times each of its head's vectors."""
+    x = wide(x)[..., None, :, :]
+    return x if vectors is None else x * wide(vectors[...]).swapaxes(0, 1)
 
   def _normalized(self, x, norm):
     """b or c [B, T, R G N] -> [B, T, R, G, N]."""
@@ -183,7 +179,7 @@ class Mamba3(Mixer[Mamba3State]):
 
   def _mix(self, x, state, segment_ids):
     B, T, _ = x.shape
-    H, R, axis = self.num_heads, self.rank, self.sequence_axis
+    H, axis = self.num_heads, self.sequence_axis
     z, v, b, c, dt, rate, share, angle = split_linear(self.in_proj, x, self.widths)
     z, v = split_heads(z, H), split_heads(v.astype(self.dtype), H)
     dt = softplus(wide(dt) + wide(self.dt_bias[...]))  # [B, T, H], as the next three
@@ -194,7 +190,6 @@ class Mamba3(Mixer[Mamba3State]):
     segments = segments_of(type(self).__name__, segment_ids, B, T)
     start = None if state is None else state.angle
     angles = chunk_angles(pace, dt, start, segments, axis)
-    values = self._of_rank(v, self.mimo_v)  # [B, T, H, R, P]
 
     first, after = next_token[:, 0], jnp.zeros_like(next_token[:, 0])
     if axis is not None:
@@ -213,16 +208,12 @@ class Mamba3(Mixer[Mamba3State]):
       keep=angles.keep,
     )
     k, q = rotations(inputs, dtype=self.dtype)
-    # Each of R states per head, a key's, is read by all R queries.
-    each = lambda x: x.astype(self.dtype).reshape(B, T, math.prod(x.shape[2:-1]), x.shape[-1])
-    queries = jnp.broadcast_to(q[:, :, :, None], (B, T, H, R, *q.shape[3:]))
-    of_keys = lambda x: jnp.repeat(x, R, axis=2)
     out, recurrent = linear_attention(
-      each(queries),
-      each(k),
-      each(values),
-      log_decay=of_keys(log_decay),
-      own_weight=of_keys(now / jnp.maximum(weight, _SMALLEST_WEIGHT)),
+      q,  # [B, T, R, H, N]
+      k,
+      self._of_rank(v, self.mimo_v).astype(self.dtype),
+      log_decay=log_decay,
+      own_weight=now / jnp.maximum(weight, _SMALLEST_WEIGHT),
       scale=1.0,
       **self._place(None if state is None else self._entering(state, first), segment_ids),
     )
@@ -230,25 +221,20 @@ class Mamba3(Mixer[Mamba3State]):
     key, value = rotated(b[:, -1], inputs.key_offset, angles.last), wide(v)[:, -1]
     if axis is not None:
       key, value = of_last((key, value), axis_name=axis)
-    kv = jnp.sum(recurrent.kv.reshape(B, H, R, *recurrent.kv.shape[2:]), axis=2)
-    return out, Mamba3State(LinearAttentionState(kv, None), key, value, angles.last)
+    return out, Mamba3State(recurrent, key.swapaxes(1, 2), value, angles.last)
 
   def _entering(self, state, weight):
-    """The state [B, H R, N, P] before a token that weights the one before it by weight [B, H]."""
-    values = self._of_rank(state.value, self.mimo_v)
+    """The state [B, H, N, P] before a token that weights the one before it by weight [B, H]."""
+    values = self._of_rank(state.value, self.mimo_v).swapaxes(1, 2)
     added = (weight[..., None, None] * state.key)[..., None] * values[..., None, :]
-    kv = added.at[:, :, 0].add(state.recurrent.kv)
-    B, H, R, *widths = kv.shape
-    return LinearAttentionState(kv.reshape(B, H * R, *widths), None)
+    return LinearAttentionState(state.recurrent.kv + jnp.sum(added, axis=2), None)
 
   def _gated(self, out, v, z):
-    """[B, T, E] of the op's output [B, T, H R R, P], v and z [B, T, H, P]."""
-    R, skip = self.rank, wide(self.skip[...])[:, None, None]
+    """[B, T, E] of the op's output [B, T, R, H, P], v and z [B, T, H, P]."""
     # As narrow as they are in memory, and before one is used: see `silu_gate`.
     out, v, z = jax.lax.optimization_barrier((out, v, z))
-    y = jnp.sum(wide(out).reshape(*v.shape[:3], R, R, self.head_dim), axis=3)
-    y = y + skip * self._of_rank(v, self.mimo_v)
-    y, z = y.swapaxes(2, 3), self._of_rank(z, self.mimo_z).swapaxes(2, 3)  # [B, T, R, H, P]
+    y = wide(out) + wide(self.skip[...])[:, None] * self._of_rank(v, self.mimo_v)
+    z = self._of_rank(z, self.mimo_z)
     y = y * jax.nn.silu(z) if self.norm is None else self.norm.per_head(y, gate=z)
     if self.mimo_o is None:
       return merge_heads(y[:, :, 0]).astype(self.dtype)

@@ -441,15 +441,19 @@ def decay_of_sums(rows: jax.Array, cols: jax.Array, *, transposed: bool = False)
   return decay_of_lag(lag, transposed=transposed)
 
 
-def with_own_weight(between: jax.Array, own_weight: Ref) -> jax.Array:
-  """The decays between tokens [C, C] with weights of tokens in their own outputs [C], in GMEM."""
+def with_own_weight(between: jax.Array, own_weight: Ref, rank: int = 1) -> jax.Array:
+  """The decays between tokens [C, C] with weights of tokens in their own outputs [C], in GMEM.
+
+  All `rank` rows of a token have the same weight.
+  """
   rows = broadcast_rows(load_row_vector(own_weight), between.shape)
-  return jnp.where(own_token(between.shape), rows, between)
+  return jnp.where(own_token(between.shape, rank), rows, between)
 
 
-def own_token(shape: tuple[int, ...]) -> jax.Array:
-  """[C, C]: the diagonal."""
-  return iota(shape, 0) == iota(shape, 1)
+def own_token(shape: tuple[int, ...], rank: int = 1) -> jax.Array:
+  """[C, C]: the diagonal, or with `rank` rows per token the squares on it."""
+  rows, cols = iota(shape, 0), iota(shape, 1)
+  return rows == cols if rank == 1 else rows & -rank == cols & -rank
 
 
 def decay_of_lag(lag: jax.Array, *, transposed: bool = False) -> jax.Array:

@@ -85,12 +85,17 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def causal_mask(size: int, *, strict: bool = False, transposed: bool = False) -> jax.Array:
+def causal_mask(
+  size: int, *, strict: bool = False, transposed: bool = False, rank: int = 1
+) -> jax.Array:
   """[C, C] bool: whether token j is at or, if `strict`, before token i.
 
-  Rows are i and columns j; the other way round if `transposed`.
+  Rows are i and columns j; the other way round if `transposed`. A token has `rank` of each, a power
+  of two.
   """
   rows, cols = iota((size, size), 0), iota((size, size), 1)
+  if rank > 1:
+    rows, cols = rows & -rank, cols & -rank
   if transposed:
     return rows < cols if strict else rows <= cols
   return rows > cols if strict else rows >= cols

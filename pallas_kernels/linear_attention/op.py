@@ -29,6 +29,7 @@ def linear_attention(
   length: int,
   num_splits: int,
   normalize: bool,
+  rank: int = 1,
   config: Config | AmpereConfig | None = None,
   architecture: str | None = None,
   interpret: Any = None,
@@ -39,6 +40,8 @@ def linear_attention(
     segments: [B, T] int32 counted from 0, padded with each row's last, or None.
     length: tokens before padding.
     num_splits: into which the sequence is cut.
+    rank: rows of a token, which all read each other; the arrays' T counts rows. Several only with
+      scalar decays, 0 but in a token's first row, and own weights.
     config: None takes `config.default`.
     architecture: the folder of the kernels, "sm90" or "ampere"; None takes the device's own.
     interpret: `plgpu.InterpretGPUParams`, or None to compile.
@@ -54,7 +57,7 @@ def linear_attention(
   architecture = device.running(architecture)
   config = config or (AmpereConfig() if architecture == device.AMPERE else default(sizes))
   config.check(sizes)
-  options = Options(scale, length, num_splits, normalize, config, interpret, architecture)
+  options = Options(scale, length, num_splits, normalize, config, interpret, architecture, rank)
   return _linear_attention(options, inputs, segments)
 
 

@@ -49,6 +49,7 @@ class Options(NamedTuple):
   config: Any  # a `Config`, or an `AmpereConfig`, for the kernels of that architecture
   interpret: Any = None  # `plgpu.InterpretGPUParams`, or None to compile
   architecture: str | None = None  # the folder of the kernels; None for the device's own
+  rank: int = 1  # rows of a token, a power of two; several only with scalar decays and own weights
 
   @property
   def backend(self) -> Backend:

@@ -17,11 +17,22 @@ class Shape(NamedTuple):
   heads: int
   channels: int
   pairs: int  # of channels that rotate
+  rank: int = 1  # keys of a token for one head
+  groups: int = 1  # of heads that share keys
 
   @property
   def shape_class(self) -> str:
     """The key of a device's table."""
     return f"H{self.heads} N{self.channels} A{self.pairs}"
+
+  @property
+  def sharing(self) -> int:
+    """Heads that share a key; a CTA has heads of one such group."""
+    return self.heads // self.groups
+
+  def groups_of(self, heads: int) -> int:
+    """Into how many groups for CTAs of so many the R heads' keys are cut."""
+    return self.rank * self.heads // heads
 
 
 def takes(heads: int, channels: int, pairs: int) -> bool:
@@ -39,7 +50,7 @@ class KernelConfig:
 
   def chunks(self, shape: Shape) -> int:
     """Chunks that a CTA computes one after another: enough CTAs for all SMs, where there are."""
-    ctas = shape.chunks * (shape.heads // self.heads)
+    ctas = shape.chunks * shape.groups_of(self.heads)
     least, number = self.ctas_per_sm * device.current().sm_count, 1
     while shape.chunks % (2 * number) == 0 and ctas >= 2 * number * least:
       number *= 2
@@ -63,14 +74,15 @@ class Config:
     """Raises a ValueError where the configuration does not fit the shape."""
     for name in ("forward", "backward"):
       heads = getattr(self, name).heads
-      if heads % WARPS or shape.heads % heads:
+      if heads % WARPS or shape.sharing % heads:
         raise ValueError(
-          f"rotations: {name}.heads={heads} must be a multiple of {WARPS} and divide {shape.heads}."
+          f"rotations: {name}.heads={heads} must be a multiple of {WARPS} and divide "
+          f"{shape.sharing}."
         )
 
 
 def default(shape: Shape) -> Config:
   """The configuration for a shape on the current device. Measured on an H100 at H32 N128 A32."""
-  heads = lambda *sizes: next(h for h in sizes if shape.heads % h == 0)
+  heads = lambda *sizes: next(h for h in sizes if shape.sharing % h == 0)
   config = Config(KernelConfig(heads(16, 8, 4), 8), KernelConfig(heads(16, 8, 4), 4))
   return tuning.tuned("rotations", shape.shape_class, config)

@@ -1,8 +1,11 @@
 """Rotated keys and queries: forward kernel, backward kernel, `custom_vjp`.
 
     angle_t = keep_t angle_{t-1} + step_t pace_t          per head and pair of channels
-    k_t = weight_t R(angle_t) (key_t + key_offset)        key_t is shared by all heads
+    k_t = weight_t R(angle_t) (key_t + key_offset)        key_t is shared by G groups of heads
     q_t = R(angle_t) (query_t + query_offset)             so is query_t
+
+There may be several keys of a token per head (rank). They are further heads with offsets of their
+own; those of one head have the same angles, steps and weights. A CTA has heads of one key.
 
 The angle before each chunk is given, so that a CTA has some chunks of some heads. Warps have heads
 of their own and lanes a pair of channels: angles stay in registers from token to token, and no
@@ -47,12 +50,15 @@ class Static(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """R tokens in L chunks, H heads, N channels, of which A pairs (i, i + A) rotate."""
+  """R tokens in L chunks, H heads, N channels, of which A pairs (i, i + A) rotate.
 
-  keys: jax.Array  # [R, N] bfloat16 or float32
-  queries: jax.Array  # [R, N] likewise
-  key_offset: jax.Array  # [H, N] float32
-  query_offset: jax.Array  # [H, N] float32
+  F are the heads of all keys of a token, (key, head).
+  """
+
+  keys: jax.Array  # [R, rank G, N] bfloat16 or float32, (key, group of heads)
+  queries: jax.Array  # [R, rank G, N] likewise
+  key_offset: jax.Array  # [F, N] float32
+  query_offset: jax.Array  # [F, N] float32
   pace: jax.Array  # [R, A] float32
   step: jax.Array  # [R, H] float32
   weight: jax.Array  # [R, H] float32
@@ -63,14 +69,15 @@ class Inputs(NamedTuple):
   def shape(self) -> Shape:
     """Sizes for which a configuration is chosen."""
     L, H, A = self.entering.shape
-    R, N = self.keys.shape
-    return Shape(L, R // L, H, N, A)
+    R, shared, N = self.keys.shape
+    rank = self.key_offset.shape[0] // H
+    return Shape(L, R // L, H, N, A, rank, shared // rank)
 
 
 class Results(NamedTuple):
   """Results of the operation."""
 
-  keys: Any  # [R, H, N] in `Static.dtype`
+  keys: Any  # [R, F, N] in `Static.dtype`
   queries: Any  # likewise
 
 
@@ -87,15 +94,25 @@ def _forward_rule(static, inputs):
 def _backward_rule(static, inputs, cotangents):
   found = backward_kernel(inputs, cotangents, static)
   shared = lambda sums, like: jnp.sum(sums, axis=0).astype(like.dtype)
+
+  def of_groups(sums, like):  # [groups of F, R, N]
+    R, number, N = like.shape
+    sums = jnp.sum(sums.reshape(number, -1, R, N), axis=1)
+    return jnp.moveaxis(sums, 0, 1).astype(like.dtype)
+
+  def of_heads(x, like):  # of all keys of a head, axis 1
+    F, H = x.shape[1], like.shape[1]
+    return x if F == H else jnp.sum(x.reshape(len(x), F // H, *like.shape[1:]), axis=1)
+
   gradients = Inputs(
-    keys=shared(found.keys, inputs.keys),
-    queries=shared(found.queries, inputs.queries),
+    keys=of_groups(found.keys, inputs.keys),
+    queries=of_groups(found.queries, inputs.queries),
     key_offset=shared(found.key_offset, inputs.key_offset),
     query_offset=shared(found.query_offset, inputs.query_offset),
     pace=shared(found.pace, inputs.pace),
-    step=found.step,
-    weight=found.weight,
-    entering=found.entering,
+    step=of_heads(found.step, inputs.step),
+    weight=of_heads(found.weight, inputs.weight),
+    entering=of_heads(found.entering, inputs.entering),
     keep=jnp.zeros_like(inputs.keep),
   )
   return (gradients,)
@@ -126,7 +143,12 @@ class _Cta:
     self.shape = shape
     self.chunks, self.tiles = config.chunks(shape), config.heads // WARPS
     self.cta, self.group = lax.axis_index("cta"), lax.axis_index("group")
-    self.first_head = self.group * config.heads
+    self.first = self.group * config.heads  # of F heads
+    self.first_head = self.first if shape.rank == 1 else lax.rem(self.first, shape.heads)
+    # The key of its heads: the next one begins after so many groups.
+    number = shape.sharing // config.heads
+    several = shape.rank * shape.groups > 1
+    self.shared = lax.div(self.group, jnp.int32(number)) if several else 0
     v = 2 if shape.pairs % (2 * LANES) == 0 else 1
     tiling = plgpu.Tiling(((WARPS, LANES * v), (v,)))
     self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -137,7 +159,11 @@ class _Cta:
     return tuple(of(pl.ds(n, A)) for n in range(0, N, A))
 
   def heads(self, tile: int):
-    """The heads of one of the CTA's tiles, one per warp."""
+    """Those of one of the CTA's tiles, one per warp, of all keys of a token: of F."""
+    return pl.ds(self.first + tile * WARPS, WARPS)
+
+  def angle_heads(self, tile: int):
+    """The same of H, what has angles."""
     return pl.ds(self.first_head + tile * WARPS, WARPS)
 
   def load(self, ref) -> jax.Array:
@@ -157,12 +183,12 @@ class _Cta:
   def token(self, ins, token) -> "_Token":
     """Loads the inputs of a token."""
     return _Token(
-      key=self.parts(lambda n: self.per_channel(ins.keys.at[token, n])),
-      query=self.parts(lambda n: self.per_channel(ins.queries.at[token, n])),
+      key=self.parts(lambda n: self.per_channel(ins.keys.at[token, self.shared, n])),
+      query=self.parts(lambda n: self.per_channel(ins.queries.at[token, self.shared, n])),
       pace=self.per_channel(ins.pace.at[token]),
       keep=self.per_head(ins.keep.at[token]),
-      step=[self.per_head(ins.step.at[token, self.heads(t)]) for t in self._tiles()],
-      weight=[self.per_head(ins.weight.at[token, self.heads(t)]) for t in self._tiles()],
+      step=[self.per_head(ins.step.at[token, self.angle_heads(t)]) for t in self._tiles()],
+      weight=[self.per_head(ins.weight.at[token, self.angle_heads(t)]) for t in self._tiles()],
     )
 
   def of_tiles(self, ref, token) -> list[_Parts]:
@@ -185,7 +211,7 @@ class _Cta:
 
   def entering(self, ins, chunk) -> list[jax.Array]:
     """The angles before a chunk, by tile."""
-    return [self.load(ins.entering.at[chunk, self.heads(t)]) for t in self._tiles()]
+    return [self.load(ins.entering.at[chunk, self.angle_heads(t)]) for t in self._tiles()]
 
   def each_chunk(self, compute, carry):
     """Calls `compute(chunk, carry) -> carry` for each of the CTA's chunks."""
@@ -222,7 +248,7 @@ def _sum(x: _Parts, y: _Parts) -> _Parts:
 def forward_kernel(inputs: Inputs, static: Static) -> Results:
   """k and q."""
   shape, config = inputs.shape, static.config.forward
-  of = jax.ShapeDtypeStruct((inputs.keys.shape[0], shape.heads, shape.channels), static.dtype)
+  of = jax.ShapeDtypeStruct((len(inputs.keys), *inputs.key_offset.shape), static.dtype)
 
   def body(ins, outs):
     cta = _Cta(config, shape)
@@ -264,40 +290,40 @@ def forward_kernel(inputs: Inputs, static: Static) -> Results:
 
 class _BackwardInputs(NamedTuple):
   inputs: Inputs
-  d_keys: Any  # [R, H, N], cotangents
+  d_keys: Any  # [R, F, N], cotangents
   d_queries: Any
 
 
 class BackwardResults(NamedTuple):
   """Gradients, float32; with an axis in front where XLA adds up what several CTAs computed."""
 
-  keys: Any  # [groups of heads, R, N]
+  keys: Any  # [groups of F heads, R, N]
   queries: Any  # likewise
-  key_offset: Any  # [CTAs, H, N]
+  key_offset: Any  # [CTAs, F, N]
   query_offset: Any  # likewise
-  pace: Any  # [groups of heads, R, A]
-  step: Any  # [R, H]
-  weight: Any  # [R, H]
-  entering: Any  # [L, H, A]
+  pace: Any  # [groups of F heads, R, A]
+  step: Any  # [R, F]
+  weight: Any  # [R, F]
+  entering: Any  # [L, F, A]
 
 
 @traced_once("static")
 def backward_kernel(inputs: Inputs, cotangents: Results, static: Static) -> BackwardResults:
   """Gradients of `inputs`, for cotangents of k and q."""
   shape, config = inputs.shape, static.config.backward
-  (R, N), (L, H, A) = inputs.keys.shape, inputs.entering.shape
-  groups, ctas = H // config.heads, L // config.chunks(shape)
+  (F, N), (L, _, A), R = inputs.key_offset.shape, inputs.entering.shape, len(inputs.keys)
+  groups, ctas = shape.groups_of(config.heads), L // config.chunks(shape)
   floats = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-  shared, offset = floats(groups, R, N), floats(ctas, H, N)
+  shared, offset = floats(groups, R, N), floats(ctas, F, N)
   out_type = BackwardResults(
     keys=shared,
     queries=shared,
     key_offset=offset,
     query_offset=offset,
     pace=floats(groups, R, A),
-    step=floats(R, H),
-    weight=floats(R, H),
-    entering=floats(L, H, A),
+    step=floats(R, F),
+    weight=floats(R, F),
+    entering=floats(L, F, A),
   )
 
   def body(given, outs, angles_smem, sums_smem):
@@ -407,7 +433,7 @@ def _launch(body, name, out_type, config, shape, interpret, scratch=()):
     body,
     out_type=out_type,
     scratch_types=scratch,
-    grid=(shape.chunks // config.chunks(shape), shape.heads // config.heads),
+    grid=(shape.chunks // config.chunks(shape), shape.groups_of(config.heads)),
     grid_names=("cta", "group"),
     interpret=interpret,
     compiler_params=WITHOUT_BARRIERS,  # a thread reads what it wrote, but for the sums

@@ -48,6 +48,9 @@ SMALL = [
   Case(T=1000, K=128, V=64, decay="BTH", strength="weak", segments=True, own_weight=True),
   Case(T=300, K=128, V=128, decay="BTH", normalize=True, own_weight=True),
   Case(T=1, K=64, V=64, decay="BTH", own_weight=True),
+  # Four keys per token, and three in rows of four.
+  Case(T=300, K=128, V=64, decay="BTH", segments=True, own_weight=True, ranks=4),
+  Case(T=70, K=64, V=64, decay="BTH", strength="weak", own_weight=True, ranks=3, state=False),
   # Values of a column more than the kernels take at once.
   Case(T=300, K=128, V=257, decay="BTH", segments=True),
 ]

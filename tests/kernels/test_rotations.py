@@ -58,20 +58,20 @@ def both(x, ids, dtype, implementation):
 def transcription(x, ids):
   """The same token by token."""
   (B, T, R, G, N), H, A = x["keys"].shape, x["step"].shape[-1], x["pace"].shape[-1]
-  k, q = np.zeros((2, B, T, H, R, N))
+  k, q = np.zeros((2, B, T, R, H, N))
   of_all = np.zeros((B, T, H, A))
   for row in range(B):
     angle = x["start"][row]
     for t in range(T):
       begins = t > 0 and ids[row, t] != ids[row, t - 1]
       angle = (0 if begins else angle) + x["step"][row, t, :, None] * x["pace"][row, t]
-      turn, of_all[row, t] = np.exp(1j * angle)[:, None], angle
+      turn, of_all[row, t] = np.exp(1j * angle), angle
       for out, name, factor in ((k, "key", x["weight"][row, t]), (q, "query", np.ones(H))):
         of_groups = x["keys" if name == "key" else "queries"][row, t]  # [R, G, N]
-        z = np.repeat(of_groups.swapaxes(0, 1), H // G, axis=0) + x[f"{name}_offset"]
+        z = np.repeat(of_groups, H // G, axis=1) + x[f"{name}_offset"].swapaxes(0, 1)
         pair = (z[..., :A] + 1j * z[..., A : 2 * A]) * turn
         parts = np.concatenate([pair.real, pair.imag, z[..., 2 * A :]], axis=-1)
-        out[row, t] = factor[:, None, None] * parts
+        out[row, t] = factor[:, None] * parts
   return {"k": k, "q": q, "last": of_all[:, -1], "angle": of_all}
 
 
@@ -98,6 +98,8 @@ class Case:
   H: int
   N: int
   A: int
+  R: int = 1
+  G: int = 1
 
 
 def check(case, form, compare=contract.errors_against_reference):
@@ -123,6 +125,8 @@ CASES = [
   slow(Case(BF16, 70, 8, 128, 32)),
   slow(Case(F32, 33, 4, 128, 64)),  # all channels rotate
   slow(Case(F32, 40, 16, 64, 32)),
+  slow(Case(BF16, 37, 8, 96, 32, R=4)),
+  slow(Case(F32, 20, 8, 64, 32, R=3, G=2)),
 ]
 
 
@@ -131,16 +135,19 @@ def test_interpreted_kernels_equal_the_definition(case):
   check(case, "pallas_interpret")
 
 
-def test_interpreted_kernels_in_groups_of_heads_with_chunks_that_follow_one_another(monkeypatch):
-  """Two groups, and two CTAs of two chunks, as with more heads and more tokens."""
+@pytest.mark.parametrize("R", [1, slow(2)])
+def test_interpreted_kernels_in_groups_of_heads_with_chunks_that_follow_one_another(monkeypatch, R):
+  """CTAs of four of eight heads that share a key, or each of two, and of two chunks each."""
   monkeypatch.setattr(config, "default", lambda shape: Config(*2 * [KernelConfig(4, 8)]))
   monkeypatch.setattr(KernelConfig, "chunks", lambda self, shape: 2)
-  check(Case(F32, 20, 8, 96, 32), "pallas_interpret")
+  check(Case(F32, 20, 8, 96, 32, R), "pallas_interpret")
 
 
 def test_unsupported_arguments_are_named():
   x, ids = drawn(32, 4, 64, 16)
-  with pytest.raises(NotImplementedError, match="4 heads of 64 channels, 16 pairs of which rotate"):
+  with pytest.raises(
+    NotImplementedError, match="4 heads of 64 channels share keys, 16 pairs of which"
+  ):
     both({n: jnp.asarray(z, F32) for n, z in x.items()}, ids, F32, "pallas_interpret")
   config = Config(KernelConfig(8, 4), KernelConfig(6, 4))
   with pytest.raises(ValueError, match=r"rotations: backward.heads=6 must be a multiple of 4"):

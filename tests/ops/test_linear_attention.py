@@ -111,6 +111,8 @@ def test_infinite_decay_is_exact():
     ({"own_weight": (H,)}, r"own_weight has shape \(2,\)"),
     ({"own_weight": (B, 6, H), "bonus": (H, K)}, "bonus and own_weight both weight"),
     ({"value_log_decay": (H, V), "normalize": True}, "no meaning together with value_log_decay"),
+    ({"q": (B, 6, 3, H, K)}, r"k has shape \(2, 6, 2, 4\).*\[2, 6, 3, any, any\]"),
+    (dict.fromkeys("qkv", (B, 6, 3, H, K)) | {"bonus": (H, K)}, r"q \(2, 6, 3\) has 3 queries"),
     ({"initial_state": ops.LinearAttentionState(jnp.zeros((B, H, V, K)))}, r"initial_state.kv"),
     (
       {"initial_state": ops.LinearAttentionState(jnp.zeros((B, H, K, V))), "normalize": True},

@@ -66,12 +66,17 @@ def decayed_scores(
   *,
   read_first: bool = False,
   diagonal: jax.Array | None = None,
+  rank: int = 1,
+  own_weight: jax.Array | None = None,
 ) -> jax.Array:
   """[..., C, C]: the sum over K of q_i k_j weighted by the decays between; zero for j > i.
 
   Args:
     dtype: of the operands of the matrix products; sums are float32 or wider.
     diagonal: [..., C], the scores of a token with itself; None means q_i k_i.
+    rank: rows of a token; several only with one decay of all key channels. Then the scores of a
+      token's rows with each other, later ones too, are q_i k_j times `own_weight` [..., C], which
+      one row per token does not read.
   """
   size, length = 1, q.shape[-2]
   sums = Sums.of_tokens(log_decay, read_first)
@@ -96,7 +101,11 @@ def decayed_scores(
   table = table[..., 0, :, :]
   if per_channel:
     return table
-  scores = product("...ik,...jk->...ij", q, k, dtype) * jnp.exp(table)
+  scores, weights = product("...ik,...jk->...ij", q, k, dtype), jnp.exp(table)
+  if rank > 1:
+    token = jnp.arange(length) // rank
+    weights = jnp.where(token[:, None] == token, own_weight[..., None], weights)
+  scores = scores * weights
   if diagonal is None:
     return scores
   return jnp.where(jnp.eye(length, dtype=bool), diagonal[..., None], scores)

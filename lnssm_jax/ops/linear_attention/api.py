@@ -20,6 +20,12 @@ from lnssm_jax.ops.core.precision import accumulation_dtype
 from lnssm_jax.ops.core.segments import segments_of
 from lnssm_jax.ops.linear_attention import facts
 from lnssm_jax.ops.linear_attention.chunked import chunked
+from lnssm_jax.ops.linear_attention.ranks import (
+  form_over_ranks,
+  rows_of,
+  rows_of_tokens,
+  rows_to_tokens,
+)
 from lnssm_jax.ops.linear_attention.reference import associative, reference
 from lnssm_jax.ops.linear_attention.sharded import sharded
 from lnssm_jax.ops.linear_attention.types import (
@@ -35,8 +41,8 @@ _KERNELS = dispatch.Kernels(f"{__package__}.pallas", RESULT_AXES, apart=True)
 
 IMPLEMENTATIONS = _KERNELS.with_forms(
   chunked=chunked,
-  reference=form_over_groups(reference),
-  associative=form_over_groups(associative),
+  reference=form_over_groups(form_over_ranks(reference)),
+  associative=form_over_groups(form_over_ranks(associative)),
 )
 _run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
 
@@ -49,9 +55,9 @@ _run = functools.partial(dispatch.run, _NAME, IMPLEMENTATIONS, sharded=sharded)
   decodes=True,
 )
 def linear_attention(
-  q: ty.BTSK,
-  k: ty.BTSK,
-  v: ty.BTSV,
+  q: ty.BTSK | ty.BTRSK,
+  k: ty.BTSK | ty.BTRSK,
+  v: ty.BTSV | ty.BTRSV,
   *,
   log_decay: ty.S | ty.SK | ty.BTS | ty.BTSK | None = None,
   value_log_decay: ty.SV | ty.BTSV | None = None,
@@ -64,7 +70,7 @@ def linear_attention(
   axis_name: str | None = None,
   implementation: ty.Implementation | None = None,
   chunk_size: int | None = None,
-) -> tuple[ty.BTHV, LinearAttentionState]:
+) -> tuple[ty.BTHV | ty.BTRHV, LinearAttentionState]:
   r"""Attention without softmax, in time linear in T, with decay of keys, values or both.
 
       S_t = diag(a_t) S_{t-1} diag(c_t) + k_t v_t^T            a = exp(log_decay)
@@ -83,7 +89,9 @@ def linear_attention(
   Args:
     q, k, v: of H heads, or some of G, a divisor of H: then head h has the head h // (H / G) of
       those. All heads of Mamba-2 share q and k; several query heads share k, v and the decays in
-      GLA with grouped keys. So may decays and the bonus. Nothing is copied to all heads.
+      GLA with grouped keys. So may decays and the bonus. Nothing is copied to all heads. With an
+      axis of R before that of heads, `[B, T, R, H, K]`, a token has R queries, keys and values: S_t
+      adds the R products, and each query reads all of them (Mamba-3's MIMO).
     log_decay: values <= 0, down to -inf, each exact to the dtype. Its rank says what it means:
       `[H]` one constant per head (RetNet), `[H, K]` one constant per key channel (LNSSM, RWKV-5),
       `[B, T, H]` one per token and head (Mamba-2), `[B, T, H, K]` one per token and key channel
@@ -92,6 +100,7 @@ def linear_attention(
     bonus: weight of the token's own key and value in its output, `[H, K]`.
     own_weight: `[B, T, H]`, by which the output of a token weights the token's own key and value;
       in the state they have the weight 1. Exact for the weight 0, too. Not with `bonus`.
+      Of R queries, keys and values: the weight of all R in each output.
     normalize: divide by q_t^T z_t. The caller's features must keep that sum away from 0: nothing is
       added to it.
     scale: multiplies the output; a Python number. None means K**-0.5, or with `normalize` 1 (a
@@ -106,20 +115,24 @@ def linear_attention(
     chunk_size: tokens per chunk, a power of two; None means the default. The kernels have 64.
 
   Returns:
-    `out` [B, T, H, V] and the `LinearAttentionState` after the last token.
+    `out` [B, T, H, V], or [B, T, R, H, V], and the `LinearAttentionState` after the last token.
 
   Raises:
     ValueError: shapes or dtypes do not agree, `normalize` together with `value_log_decay`, for
-      which no denominator is defined, or `bonus` together with `own_weight`; the message names the
-      argument.
+      which no denominator is defined, `bonus` together with `own_weight`, or R > 1 with decays per
+      channel, `bonus` or `normalize`; the message names the argument.
     NotImplementedError: the named implementation does not support these arguments.
 
   Sources: linear attention, Katharopoulos et al. 2020; per-channel decay, GLA (Yang et al. 2024),
   eq. 3; normalized constant decay, LNSSM, eqs. 14 and 19; read before update, RWKV-5/6 (Peng et al.
-  2024), eqs. 16-19; a weight of the own token, Mamba-3 (Lahoti et al. 2026).
+  2024), eqs. 16-19; a weight of the own token and R keys per token, Mamba-3 (Lahoti et al. 2026).
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+  tokens, rank = q.shape[:-2], 1  # [B, T] or [B, T, R]
+  if q.ndim == 5:
+    q, k, v, rank = rows_of(_NAME, q, k, v)
   B, T, H, K, V = check_heads(_NAME, q, k, v, grouped=True)
+  T //= rank
   acc = accumulation_dtype(q, k, v)
   heads = dict.fromkeys((H, *(x.shape[2] for x in (q, k, v))))
   log_decay = _with_four_axes("log_decay", log_decay, (B, T, heads, K), acc, per_head=True)
@@ -165,8 +178,17 @@ def linear_attention(
       state = state._replace(key_sum=jnp.asarray(initial_state.key_sum, acc))
   segments = segments_of(_NAME, segment_ids, B, T)
   inputs = Inputs(q, k, v, log_decay, value_log_decay, bonus, state, segments, own_weight)
-  options = Options(bool(normalize), scale, chunk_size, fresh=initial_state is None)
-  return _run(inputs, options, implementation=implementation, axis_name=axis_name)
+  options = Options(bool(normalize), scale, chunk_size, fresh=initial_state is None, rank=rank)
+  if rank > 1:
+    if normalize or bonus is not None or value_log_decay is not None or log_decay.shape[-1] > 1:
+      raise ValueError(
+        f"{_NAME}: q {tokens} has {tokens[2]} queries per token, which needs one decay per head or "
+        "none, and neither normalize nor bonus nor value_log_decay."
+      )
+    inputs = rows_of_tokens(inputs, rank)
+  by_token = lambda result: (rows_to_tokens(result[0], tokens), result[1])
+  how = {"implementation": implementation, "axis_name": axis_name}
+  return _run(inputs, options, **how, finish=by_token)
 
 
 def _with_four_axes(name, decay, shape, dtype, *, per_head) -> jax.Array:

@@ -28,6 +28,7 @@ class Case:
   readers: int = 1  # heads of q that share one of k and v
   own_decays: bool = False  # heads of q that share k and v have decays, and so states, of their own
   own_weight: bool = False
+  ranks: int = 1  # queries, keys and values per token
 
   def __str__(self):
     flags = [name for name in ("bonus", "normalize", "segments") if getattr(self, name)]
@@ -36,6 +37,7 @@ class Case:
     flags += [f"shared{self.shared}"] if self.shared > 1 else []
     flags += [f"readers{self.readers}"] if self.readers > 1 else []
     flags += [name for name in ("own_decays", "own_weight") if getattr(self, name)]
+    flags += [f"ranks{self.ranks}"] if self.ranks > 1 else []
     return "-".join(x for x in (self.decay or "none", self.strength, value, *flags, sizes) if x)
 
 
@@ -48,10 +50,11 @@ def _draw(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
   decays = lambda axes: log_decay(rng, tuple(sizes[axis] for axis in axes), case.strength)
   normal = lambda *shape: rng.normal(size=shape)
   feature = (lambda *shape: np.exp(normal(*shape))) if case.normalize else normal
+  tokens = (B, T) if case.ranks == 1 else (B, T, case.ranks)
   inputs = {
-    "q": feature(B, T, H // case.shared, K),
-    "k": feature(B, T, G // case.shared, K),
-    "v": normal(B, T, G, V),
+    "q": feature(*tokens, H // case.shared, K),
+    "k": feature(*tokens, G // case.shared, K),
+    "v": normal(*tokens, G, V),
   }
   if case.state:
     inputs["state.kv"] = normal(B, S, K, V)

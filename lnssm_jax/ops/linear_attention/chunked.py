@@ -39,6 +39,7 @@ class _Static(NamedTuple):
   normalize: bool
   scale: float
   chunk_size: int
+  rank: int
 
 
 class Chunks(NamedTuple):
@@ -64,9 +65,12 @@ class Summary(NamedTuple):
 def chunked(inputs: Inputs, options: Options) -> tuple[jax.Array, LinearAttentionState]:
   """The chunked form."""
   chunk_size = chunk_of(options.chunk_size or DEFAULT_CHUNK_SIZE, inputs.q.shape[1])
+  chunk_size = max(chunk_size, options.rank)  # whole tokens
   if not options.normalize:
     inputs = inputs._replace(state=inputs.state._replace(key_sum=None))
-  form = functools.partial(_scan, _Static(options.normalize, options.scale, chunk_size))
+  form = functools.partial(
+    _scan, _Static(options.normalize, options.scale, chunk_size, options.rank)
+  )
   return chunk_groups.run_inputs(form, inputs, chunk_size)
 
 
@@ -81,7 +85,7 @@ def _forward(static, inputs):
   segments = _segments(inputs, static)
   summary = summarize(chunks, segments, static.normalize)
   final, entering = _carry_states(summary, inputs.state)
-  out, denominator = outputs(chunks, segments, entering, static.normalize)
+  out, denominator = outputs(chunks, segments, entering, static.normalize, static.rank)
   length = inputs.q.shape[1]
   out = static.scale * join(out, length)
   if static.normalize:
@@ -108,7 +112,9 @@ def _backward(static, residuals, cotangents):
   segments, inputs = _segments(inputs, static), inputs._replace(segments=None)
   chunks, split_vjp = jax.vjp(lambda inputs: _split(inputs, static.chunk_size), inputs)
   _, outputs_vjp = jax.vjp(
-    lambda *args: outputs(args[0], segments, args[1], static.normalize), chunks, entering
+    lambda *args: outputs(args[0], segments, args[1], static.normalize, static.rank),
+    chunks,
+    entering,
   )
   d_chunks, d_entering = outputs_vjp((d_out, d_denominator))
   summary, summarize_vjp = jax.vjp(
@@ -221,7 +227,11 @@ def summarize(chunks: Chunks, segments: ChunkSegments | None, normalize: bool) -
 
 
 def outputs(
-  chunks: Chunks, segments: ChunkSegments | None, entering: LinearAttentionState, normalize: bool
+  chunks: Chunks,
+  segments: ChunkSegments | None,
+  entering: LinearAttentionState,
+  normalize: bool,
+  rank: int = 1,
 ):
   """Returns S_t^T q_t [N, B, H, C, V] and, if `normalize`, q_t^T z_t [N, B, H, C], else None.
 
@@ -230,13 +240,13 @@ def outputs(
 
   def read(q, bonus, own_weight):
     own = {"bonus": bonus, "own_weight": own_weight}
-    return _outputs(chunks._replace(q=q, **own), segments, entering, normalize)
+    return _outputs(chunks._replace(q=q, **own), segments, entering, normalize, rank)
 
   mapped = (chunks.q, 2), (chunks.bonus, 0), (chunks.own_weight, 2)
   return over_readers(read, chunks.k.shape[2], *mapped)
 
 
-def _outputs(chunks: Chunks, segments, entering, normalize):
+def _outputs(chunks: Chunks, segments, entering, normalize, rank):
   before = whole_chunk(chunks.log_decay, read_first=chunks.bonus is not None).before
   queries = chunks.q * jnp.exp(before)
   if segments is not None:
@@ -250,9 +260,18 @@ def _outputs(chunks: Chunks, segments, entering, normalize):
     return from_state + _outputs_with_value_decay(chunks, segments), None
   q, k, _, log_decay, _, bonus, own_weight = chunks
   own = None
-  if bonus is not None or own_weight is not None:
+  if bonus is not None or (own_weight is not None and rank == 1):
     own = _own_scores(chunks)
-  scores = decayed_scores(q, k, log_decay, dtype, read_first=bonus is not None, diagonal=own)
+  scores = decayed_scores(
+    q,
+    k,
+    log_decay,
+    dtype,
+    read_first=bonus is not None,
+    diagonal=own,
+    rank=rank,
+    own_weight=own_weight,
+  )
   if segments is not None:
     scores = segments.scores(scores)
   out = from_state + product("...ij,...jv->...iv", scores, chunks.v, dtype)

@@ -27,6 +27,8 @@ def log_decay(arguments: dict[str, Any]) -> jax.Array | None:
 
 def recurrence(inputs, options):
   """Likewise."""
+  if options.rank > 1:
+    return "reads several keys per token"
   q, k, v, log_decay, by_value, bonus, _, _, own_weight = with_all_heads(inputs)
   o, e, s, direct = jnp.exp(log_decay[0]), k[0], options.scale * q[0], jnp.zeros((1, 1, 1))
   if bonus is not None:

@@ -40,6 +40,8 @@ def unsupported(inputs: Inputs, options: Options) -> str | None:
       return f"{name} is {x.shape[-1]} wide, and keys of at most {_WIDEST_KEY} are supported"
   if options.chunk_size not in (None, config.CHUNK):
     return f"chunk_size={options.chunk_size}, and the kernels' chunks have {config.CHUNK} tokens"
+  if options.rank > config.CHUNK:
+    return f"tokens have {options.rank} rows, and the kernels' chunks have {config.CHUNK}"
   if options.scale == 0.0:
     return "scale=0 leaves nothing to compute"
   return None
@@ -58,9 +60,9 @@ def _decodes(inputs: Inputs, options: Options) -> bool:
 def preferred(inputs: Inputs, options: Options) -> bool:
   """Whether `implementation=None` prefers the kernels to XLA's form for sizes like these."""
   K, V = inputs.q.shape[-1], inputs.v.shape[-1]
-  if inputs.q.shape[1] > 1:
+  if inputs.q.shape[1] > options.rank:
     return config.preferred(K, V)
-  return _decodes(inputs, options) and fits(K, V)
+  return _decodes(inputs, options) and fits(K, V)  # not a token of several rows
 
 
 def run(
@@ -173,6 +175,7 @@ def _chunks(inputs: Inputs, options: Options, *, sizes, interpret, num_splits, a
     length=T,
     num_splits=num_splits,
     normalize=normalize,
+    rank=options.rank,
     config=sizes,
     architecture=architecture,
     interpret=interpret,

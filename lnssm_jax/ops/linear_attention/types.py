@@ -39,12 +39,16 @@ RESULT_AXES = ("BTHV", "BH")  # of the output and of the state's arrays
 
 
 class Options(NamedTuple):
-  """Static arguments. `fresh`: the state is zero and needs no reading."""
+  """Static arguments.
+
+  `fresh`: the state is zero and needs no reading. `rank`: rows of a token, see `ranks.py`.
+  """
 
   normalize: bool
   scale: float
   chunk_size: int | None = None
   fresh: bool = False
+  rank: int = 1
 
 
 def init_state(

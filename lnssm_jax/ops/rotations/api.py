@@ -31,7 +31,7 @@ def rotations(
       supported and preferred, otherwise "reference".
 
   Returns:
-    Keys and queries [B, T, H, R, N].
+    Keys and queries [B, T, R, H, N].
 
   Raises:
     ValueError, NotImplementedError: as `dispatch.run`.

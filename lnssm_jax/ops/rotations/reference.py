@@ -27,15 +27,15 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
 
 
 def rotated(x: jax.Array, offset: jax.Array, angle: jax.Array) -> jax.Array:
-  """Shared keys or queries x [..., R, G, N] for all heads [..., H, R, N], by angle [..., H, A]."""
-  x = jnp.repeat(x.swapaxes(-3, -2), offset.shape[0] // x.shape[-2], axis=-3)
-  return rotate(wide(x) + wide(offset), angle[..., None, :])
+  """Shared keys or queries x [..., R, G, N] for all heads [..., R, H, N], by angle [..., H, A]."""
+  x = jnp.repeat(x, offset.shape[0] // x.shape[-2], axis=-2)
+  return rotate(wide(x) + wide(offset).swapaxes(0, 1), angle[..., None, :, :])
 
 
 def reference(inputs: Inputs, options: Options) -> tuple[jax.Array, jax.Array]:
-  """(Keys, queries) [B, T, H, R, N]."""
+  """(Keys, queries) [B, T, R, H, N]."""
   angle = angles(inputs)
-  keys = rotated(inputs.keys, inputs.key_offset, angle) * inputs.weight[..., None, None]
+  keys = rotated(inputs.keys, inputs.key_offset, angle) * inputs.weight[..., None, :, None]
   queries = rotated(inputs.queries, inputs.query_offset, angle)
   return keys.astype(options.dtype), queries.astype(options.dtype)
 

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
   weight: Annotated[jax.Array, "BTH"]
   entering: Annotated[jax.Array, "BLHA"]  # the angles before each chunk
   keep: Annotated[jax.Array, "BT"]  # 0 where a document begins that is not a row's first, else 1
-  RESULTS = ("BTHRN", "BTHRN")
+  RESULTS = ("BTRHN", "BTRHN")
 
 
 class Options(NamedTuple):

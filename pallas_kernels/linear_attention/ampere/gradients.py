@@ -170,7 +170,7 @@ def _from_values(at, channels, gmem: GradientInputs, smem: _Buffers, decays, hea
 
 
 def _scalar_decay(
-  at, gmem: GradientInputs, outs, smem: _Buffers, cot: _Cotangents, decays, backend
+  at, gmem: GradientInputs, outs, smem: _Buffers, cot: _Cotangents, decays, rank, backend
 ):
   """(dq, dk) of 64 channels, [C, 64], for one decay for all channels; stores the tables' parts."""
   row = lambda table: broadcast_rows(load_row_vector(at.table_row(table)), (C, C))
@@ -178,16 +178,18 @@ def _scalar_decay(
   between = decay_between_tokens(at.table_row(gmem.cumulative))
   own = gmem.own_weight is not None
   if own:
-    between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
-  weighted = jnp.where(causal_mask(C, strict=cot.strict), cot.d_scores * between, 0.0)
+    own_weight = gmem.own_weight.at[at.batch, at.head, at.tokens]
+    between = with_own_weight(between, own_weight, rank)
+  mask = causal_mask(C, strict=cot.strict, rank=rank)
+  weighted = jnp.where(mask, cot.d_scores * between, 0.0)
   scores: Any = None
   if decays or own:
     scores = backend.dot(smem.q, transpose_ref(smem.k))
   if own:
-    of_own = jnp.where(own_token((C, C)), scores * cot.d_scores, 0.0)
+    of_own = jnp.where(own_token((C, C), rank), scores * cot.d_scores, 0.0)
     store(outs.own_weight, jnp.sum(of_own, axis=1))
   if decays:
-    crossing = jnp.where(causal_mask(C, strict=True), scores * weighted, 0.0)
+    crossing = jnp.where(causal_mask(C, strict=True, rank=rank), scores * weighted, 0.0)
     store(outs.later, jnp.sum(crossing, axis=1))
     store(outs.earlier, jnp.sum(crossing, axis=0))
     store(outs.before, jnp.sum(load_tile(smem.q) * cot.before, axis=1))
@@ -300,6 +302,7 @@ def query_key_gradients(
   length: int,  # tokens before padding
   scale: float,  # of dq and dk
   decays: bool,  # whether the decay wants a gradient
+  rank: int = 1,  # rows of a token, with scalar decays
   backend: Mma,
 ) -> GradientOutputs:
   """dq, dk and, if `decays`, the parts of the decays' gradient, without `scale`."""
@@ -332,7 +335,7 @@ def query_key_gradients(
       store_unoptimized(outs.d_total.at[at.batch, at.head, at.chunk, channels], cot.total)
     load_tiles((part(gmem.q), smem.q), (part(gmem.k), smem.k))
     if scalar:
-      d_q, d_k = _scalar_decay(at, gmem, outs, smem, cot, decays, backend)
+      d_q, d_k = _scalar_decay(at, gmem, outs, smem, cot, decays, rank, backend)
     else:
       decay = decay_of_block(
         gmem.log_decay,

@@ -109,6 +109,7 @@ def _scores(options, inputs: Inputs, documents, tables, backend) -> Any:
     heads=inputs.heads,
     length=options.length,
     sums=options.normalize,
+    rank=options.rank,
     backend=backend,
   )
 
@@ -180,6 +181,7 @@ def backward(
     length=options.length,
     scale=scale,
     decays=decays,
+    rank=options.rank,
     backend=backend,
   )
   d_v = value_gradients(

@@ -93,11 +93,13 @@ def chunk_scores(
   length: int,
   sums: bool = False,
   erase_keys: bool = False,
+  rank: int = 1,
   backend: Mma,
 ) -> ScoreOutputs:
   """Scores of all chunks, of `heads` heads and `length` tokens before padding.
 
   `erase_keys`: queries are the delta rule's erase keys, which read all tokens but their own.
+  `rank`: rows of a token, with scalar decays.
   """
   (B, T, _, K), H, log_decay = inputs.q.shape, heads, inputs.log_decay
   scalar, read_first = log_decay is None, inputs.bonus is not None
@@ -187,10 +189,11 @@ def chunk_scores(
       else:
         scores = channel_block(at, channels, scores, gmem, outs, smem)
     if scalar:
-      mask = gmem.documents.mask(at, causal_mask(C, strict=erase_keys))
+      mask = gmem.documents.mask(at, causal_mask(C, strict=erase_keys, rank=rank))
       between = decay_between_tokens(at.table_row(gmem.cumulative))
       if gmem.own_weight is not None:
-        between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
+        own = gmem.own_weight.at[at.batch, at.head, at.tokens]
+        between = with_own_weight(between, own, rank)
       scores = jnp.where(mask, scores * between, 0.0)
     else:
       scores = gmem.documents.mask_scores(at, scores)

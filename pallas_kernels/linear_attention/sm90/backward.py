@@ -392,16 +392,17 @@ def scalar_query_gradient(
   options: Options,
 ) -> _ScalarQueryOutputs:
   """dq and, if `cot.decays`, the cotangents of the decay tables, without `scale`."""
-  backend, C = options.backend, options.config.chunk
+  backend, C, rank = options.backend, options.config.chunk, options.rank
   reads_q = cot.decays or inputs.own_weight is not None
 
   def body(at, buffers):
     tiles, arrived, gmem, lhs_smem, outs = buffers
     K = inputs.q.shape[-1]
-    mask = gmem.documents.mask(at, causal_mask(C))
+    mask = gmem.documents.mask(at, causal_mask(C, rank=rank))
     weight = decay_between_tokens(at.table_row(gmem.cumulative))
     if gmem.own_weight is not None:
-      weight = with_own_weight(weight, gmem.own_weight.at[at.batch, at.head, at.tokens])
+      own = gmem.own_weight.at[at.batch, at.head, at.tokens]
+      weight = with_own_weight(weight, own, rank)
     before = load_row_vector(at.table_row(gmem.end))
     d_rows: Any = None
     z: Any = None
@@ -421,11 +422,12 @@ def scalar_query_gradient(
       d_scores = d_scores + broadcast_rows(d_rows, (C, C))
       from_state = from_state + broadcast_rows(d_rows, (C, K)) * broadcast_cols(z, (C, K))
     if gmem.own_weight is not None:
-      own = jnp.where(own_token((C, C)), scores[0] * d_scores, 0.0)
+      own = jnp.where(own_token((C, C), rank), scores[0] * d_scores, 0.0)
       outs.own_weight.store(at, jnp.sum(own, axis=1))
     d_scores = jnp.where(mask, d_scores * weight, 0.0)
     if cot.decays:
-      crossing = jnp.where(causal_mask(C, strict=True), scores[0] * d_scores, 0.0)
+      strict = causal_mask(C, strict=True, rank=rank)
+      crossing = jnp.where(strict, scores[0] * d_scores, 0.0)
       outs.later.store(at, jnp.sum(crossing, axis=1))
       outs.earlier.store(at, jnp.sum(crossing, axis=0))
       outs.before.store(at, jnp.sum(load_tile(tiles.q) * from_state, axis=1))
@@ -475,15 +477,16 @@ def scalar_key_value_gradient(
 
   Rows are the tokens j here: scores and dP are computed transposed.
   """
-  backend, C = options.backend, options.config.chunk
+  backend, C, rank = options.backend, options.config.chunk, options.rank
 
   def body(at, buffers):
     tiles, arrived, gmem, lhs_smem, outs = buffers
     K, V = inputs.q.shape[-1], inputs.v.shape[-1]
-    mask = gmem.documents.mask(at, causal_mask(C, transposed=True))
+    mask = gmem.documents.mask(at, causal_mask(C, transposed=True, rank=rank))
     between = decay_between_tokens(at.table_row(gmem.cumulative), transposed=True)
     if gmem.own_weight is not None:
-      between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
+      own = gmem.own_weight.at[at.batch, at.head, at.tokens]
+      between = with_own_weight(between, own, rank)
     weight = jnp.where(mask, between, 0.0)
     after = load_row_vector(at.table_row(gmem.end))
     d_cols: Any = None

@@ -183,7 +183,8 @@ def scalar_decay_outputs(
   store_states: bool,
 ) -> StateOutputs:
   """Outputs for one decay for all key channels; the prologue computes the scores."""
-  backend, C, cumulative = options.backend, options.config.chunk, tables.cumulative
+  backend, C, rank = options.backend, options.config.chunk, options.rank
+  cumulative = tables.cumulative
   chunks_alike = cumulative.shape[2] == C and cumulative.shape[0] == 1
 
   def load_tables(at, gmem):
@@ -201,9 +202,11 @@ def scalar_decay_outputs(
   def step(fixed, fetched, at, tiles, cta, wait):
     gmem, (ids, tables) = cta.vectors_gmem, fetched
     between, before, after = fixed if chunks_alike else factors(*tables)
-    mask = causal_mask(C) if ids is None else causal_mask(C) & ids.same_document()
+    mask = causal_mask(C, rank=rank)
+    mask = mask if ids is None else mask & ids.same_document()
     if gmem.own_weight is not None:
-      between = with_own_weight(between, gmem.own_weight.at[at.batch, at.head, at.tokens])
+      own = gmem.own_weight.at[at.batch, at.head, at.tokens]
+      between = with_own_weight(between, own, rank)
     wait()
     scores = backend.dot(tiles.q, transpose_ref(tiles.k))
     scores = jnp.where(mask, scores * between, 0.0)

@@ -33,6 +33,7 @@ CASES = [
   Case(decay="BTHK", normalize=True, segments=True, T=17, H=4, readers=2, strength="weak"),
   Case(decay="BTH", value_decay="HV", bonus=True, T=9, H=4, readers=4),
   Case(decay="HK", T=9, H=4, readers=2, own_decays=True, normalize=True),
+  Case(decay="BTH", T=9, H=2, segments=True, own_weight=True, ranks=3),
 ]
 LENGTHS, LONGER = (
   [Case(T=T, normalize=True, strength="extreme", decay=decay, chunk=None) for T, decay in of]
@@ -76,6 +77,7 @@ MORE_KERNELS = [
   Case(T=64, K=16, V=24, decay="HK", bonus=True, segments=True, H=2),
   Case(T=65, K=128, V=24, decay="HK", strength="extreme", normalize=True, H=1),
   Case(T=65, K=16, V=24, decay="BTHK", strength="extreme", segments=True, H=1),
+  Case(T=20, K=16, V=24, decay="BTH", strength="weak", segments=True, own_weight=True, ranks=3),
 ]
 # In two splits of two chunks, a state that lasts from chunk to chunk and from split to split, with
 # documents that end inside the second chunk and the third: what is dropped, or passes a document's
@@ -121,6 +123,15 @@ KERNEL_SWEEP += [
     (65, 136, 24, "BTH", 1),
     (65, 16, 264, None, 2),
     (1, 16, 32, "BTH", 2),
+  ]
+]
+KERNEL_SWEEP += [
+  Case(*sizes, segments=True, H=2, own_weight=own, ranks=ranks, readers=readers)
+  for *sizes, own, ranks, readers in [
+    (40, 16, 24, "BTH", True, 4, 1),
+    (33, 16, 24, "H", False, 2, 2),
+    (1, 16, 24, None, True, 4, 1),
+    (3, 16, 24, "BTH", True, 64, 1),
   ]
 ]
 KERNEL_SWEEP += [
