@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests import eager
 
@@ -47,6 +48,8 @@ def test_rest_is_compiled():
     assert not known(f, X)
   assert not known(lambda n: n // 2, N)
   assert not known(lambda x: x + 1, jax.ShapeDtypeStruct((200_000,), jnp.float32))
+  with jax.enable_x64(True):  # rounded once, but by NumPy twice
+    assert not known(lambda x: x.astype(jnp.bfloat16), np.zeros(3))
 
 
 def test_operations_are_not_compiled_and_have_the_types_of_jax():
@@ -75,8 +78,26 @@ def test_numbers_are_drawn_as_by_a_program_of_their_shape():
     jax.random.normal(key, (2, 2), jnp.bfloat16),
     jax.random.uniform(key, (5,), minval=-1, maxval=3),
     jax.random.truncated_normal(key, -2.0, 2.0, (100, 3)),
+    jax.random.uniform(key, (3,), minval=jnp.arange(3.0), maxval=5.0),
     jax.random.categorical(key, jnp.zeros((3, 5))),
   )
   for got, want in zip(draws(key), jax.jit(draws)(key), strict=True):
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
+
+
+def test_what_a_test_wants_to_know_of_an_operation_is_as_of_compiled_ones():
+  """Where its result is, what it shares, what it takes away, and whether it is a number."""
+  x = jnp.ones((2, 5, 1, 3))
+  assert not np.shares_memory(np.asarray(x), np.asarray(x.reshape(5, 6)))
+  assert (jax.device_put(x, jax.devices()[0]) + 1).committed
+  placed = jax.device_put(x, NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec()))
+  assert isinstance((placed + 1).sharding, NamedSharding)
+
+  def square(x):  # a name of `NAMES`
+    return x * x
+
+  jax.jit(square, donate_argnums=0)(x)
+  assert x.is_deleted()
+  with jax.debug_nans(True), pytest.raises(FloatingPointError):
+    jnp.zeros((2, 5, 1, 3)) / 0
