@@ -124,8 +124,8 @@ def test_tiles_are_those_of_the_results_sides(monkeypatch):
   ("given", "reason"),
   [
     ((1024, 8, (64, 192), BF16), None),
-    ((1023, 8, (64, 192), BF16), "1023 rows in 8 groups are fewer than 128 per group"),
-    ((65 * 128, 65, (64, 64), BF16), "rows in 65 groups"),
+    ((1023, 8, (64, 192), BF16), "1023 rows of 8 experts, and the kernels need 128 rows"),
+    ((65 * 128, 65, (64, 64), BF16), "rows of 65 experts, and .* at most 64"),
     ((1024, 8, (64, 96), BF16), r"widths \(64, 96\) must be multiples of 64"),
     ((1024, 8, (64, 64), F32), "the kernels multiply bfloat16, and not"),
   ],

@@ -105,7 +105,7 @@ def test_tokens_that_came_before_the_engine_was_lost_are_delivered():
 def test_tokens_after_a_stop_string_are_no_part_of_a_text():
   """They may be on their way when the text is given up."""
   loaded = types.SimpleNamespace(tokenizer=ByteTokenizer(), model=MODEL)
-  link = types.SimpleNamespace(cancel=lambda rows: None)
+  link = types.SimpleNamespace(cancel=lambda rows, **_: None)
   asked = types.SimpleNamespace(
     options=OPTIONS, prompts=[np.array([97]), np.array([98])], until=("yz",), stream=False
   )
