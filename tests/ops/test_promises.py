@@ -66,7 +66,9 @@ def some(*names):
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", some("linear_attention", "delta_rule", "diagonal_scan"))
+@pytest.mark.parametrize(
+  "name", some("linear_attention", "delta_rule", "diagonal_scan", "selective_scan")
+)
 def test_transformations_equal_plain_calls(name, which):
   """Sharded with the preferred implementation; with the others it is slow."""
   scan, case = SCANS[name], brief(name)

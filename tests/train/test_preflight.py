@@ -218,7 +218,7 @@ def test_sequences_longer_than_attention_holds_rejected(rejected):
     ("lr=1", "'optimizer.peak_lr'"),
     ("optimizer.lr=1", "'optimizer.peak_lr'"),
     ("eval_batches=3", "'eval_tokens'"),
-    ("data.streaming=1", "'data.sources'"),
+    ("data.streaming=1", "'data.stream'"),
     ("data.weights=1", "'data.train'"),
     ("data.text_key=a", "'data.fields'"),
   ],

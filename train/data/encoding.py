@@ -78,10 +78,10 @@ def encode(
 
 
 def grouped[T](
-  items: Iterable[T], characters: Callable[[T], int], least: int = BATCH
+  items: Iterable[T], characters: Callable[[T], int], least: int | None = None
 ) -> Iterator[list[T]]:
-  """Yields the items in groups, each with at least so many characters but the last."""
-  group, size = [], 0
+  """Yields the items in groups, each but the last with `least` characters or more; None: `BATCH`."""
+  group, size, least = [], 0, BATCH if least is None else least
   for item in items:
     group.append(item)
     size += characters(item)

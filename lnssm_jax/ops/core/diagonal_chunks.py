@@ -87,6 +87,8 @@ def scan(
     lambda x: jax.ShapeDtypeStruct((x.shape[0], block_size, *x.shape[2:]), x.dtype), tokens
   )
   update, closed_over = jax.closure_convert(recurrence.update, one_block, narrow(parameters))
+  if not closed_over:  # the converted one has fixed shapes, and varies over no axes of a mesh
+    update = recurrence.update
   own = Recurrence(
     lambda tokens, parameters: update(tokens, parameters[0], *parameters[1]),
     lambda states, tokens, parameters: recurrence.read(states, tokens, parameters[0]),
@@ -146,7 +148,9 @@ def _block(static, inputs, parameters, state):
 
 
 def _block_forward(static, inputs, parameters, state):
-  return _block(static, inputs, parameters, state), (inputs, parameters, state)
+  # A second derivative would get other arrays in the place of residuals that are arguments.
+  residuals = jax.lax.optimization_barrier((inputs, parameters, state))
+  return _block(static, inputs, parameters, state), residuals
 
 
 def _block_backward(static, residuals, cotangents):
