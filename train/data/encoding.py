@@ -80,7 +80,7 @@ def encode(
 def grouped[T](
   items: Iterable[T], characters: Callable[[T], int], least: int | None = None
 ) -> Iterator[list[T]]:
-  """Yields the items in groups, each but the last with `least` characters or more; None: `BATCH`."""
+  """Yields the items in groups, each but the last with `least` characters, or `BATCH`."""
   group, size, least = [], 0, BATCH if least is None else least
   for item in items:
     group.append(item)
