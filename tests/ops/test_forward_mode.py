@@ -74,7 +74,10 @@ def test_second_derivative_equals_that_of_the_reference(name):
 
 WITHOUT_SECOND_DERIVATIVES = (
   ("delta_rule", "chunked"),
+  ("elementwise_decay_scan", "chunked"),
   ("long_convolution", "associative"),
+  ("longhorn_scan", "chunked"),
+  ("selective_scan", "chunked"),
   ("sparse_state_attention", "chunked"),
   ("sparse_state_attention", "associative"),
 )

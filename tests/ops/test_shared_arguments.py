@@ -55,7 +55,7 @@ def assert_equals_separate_calls(call, draw, name, dtype=jnp.float32):
 
 def check_of(scan, form):
   """Three chunks of few tokens, of the case that a form is checked on with the most inputs."""
-  chunk = None if form == "pallas_interpret" else 2
+  chunk = None if form.endswith("interpret") else 2
   short = lambda case: dataclasses.replace(case, T=5, chunk=chunk)
   checks = {short(c.case): c for c in scan.checks if c.implementation == form}
   number = {case: len(scan.inputs(case)) for case in checks}
