@@ -159,7 +159,7 @@ class Bucket:
 
   def remove(self, names: Iterable[str], first: Iterable[str] = ()) -> None:
     """Removes files, those of `first` before the others."""
-    names, first = [*names], [*first]
+    names, first = [*names], {*first}
     others = [name for name in names if name not in first]
     self._for_each(names, lambda name: self._fs.rm_file(self._path(name)), others)
 

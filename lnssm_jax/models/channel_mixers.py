@@ -58,7 +58,7 @@ ACTIVATIONS = {
 
 
 class _OfTokens(nnx.Module):
-  """A channel mixer that reads each token by itself; its options and its input are checked."""
+  """A channel mixer that reads each token by itself. `_check` is for its input."""
 
   dim: int
 

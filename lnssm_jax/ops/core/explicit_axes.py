@@ -32,7 +32,8 @@ def under_auto_axes[**P, Result](
 
   Raises:
     ValueError: that argument is sharded over another axis than the batch by an Explicit mesh axis;
-      the message says how to make another mesh. Raised by the function.
+      the message says how to make another mesh. Or an argument has another library's name
+      (`check_names`). Raised by the function.
   """
 
   def decorate(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -1,5 +1,6 @@
-"""The scans of `lnssm_jax.ops` with their checks: one file each."""
+"""The scans of `lnssm_jax.ops.cases` with their checks: one file each, and none without."""
 
+from lnssm_jax.ops import cases
 from tests.ops.cases.attention import ATTENTION
 from tests.ops.cases.channel_states import LONGHORN_SCAN, SELECTIVE_SCAN
 from tests.ops.cases.delta_rule import DELTA_RULE
@@ -10,18 +11,17 @@ from tests.ops.cases.long_convolution import LONG_CONVOLUTION
 from tests.ops.cases.sparse_state_attention import SPARSE_STATE_ATTENTION
 from tests.ops.cases.wkv4 import WKV4
 
-SCANS = {
-  scan.function.__name__: scan
-  for scan in (
-    LINEAR_ATTENTION,
-    DIAGONAL_SCAN,
-    WKV4,
-    SELECTIVE_SCAN,
-    LONGHORN_SCAN,
-    DELTA_RULE,
-    ELEMENTWISE_DECAY_SCAN,
-    ATTENTION,
-    LONG_CONVOLUTION,
-    SPARSE_STATE_ATTENTION,
-  )
-}
+_CHECKED = (
+  ATTENTION,
+  DELTA_RULE,
+  DIAGONAL_SCAN,
+  ELEMENTWISE_DECAY_SCAN,
+  LINEAR_ATTENTION,
+  LONG_CONVOLUTION,
+  LONGHORN_SCAN,
+  SELECTIVE_SCAN,
+  SPARSE_STATE_ATTENTION,
+  WKV4,
+)
+_BY_FUNCTION = {scan.function: scan for scan in _CHECKED}
+SCANS = {name: _BY_FUNCTION[scan.function] for name, scan in cases.SCANS.items()}
