@@ -43,7 +43,10 @@ def _tiles(m: int, n: int) -> dict[str, int]:
   """Sizes of tiles of results whose sides are multiples of `m` and `n`."""
   largest = lambda size: 128 if size % 128 == 0 else 64
   sizes = {"block_m": largest(m), "block_n": largest(n), "block_k": 64}
-  return sizes | {"max_concurrent_steps": _STAGES, "grid_block_n": 1}
+  # All columns of a tile's rows one after the other: rows stay in the L2 cache, and the matrix of
+  # the group, too. Row after row of one column, each column would read all rows from GMEM.
+  columns = n // sizes["block_n"]
+  return sizes | {"max_concurrent_steps": _STAGES, "grid_block_n": columns}
 
 
 def unsupported(rows: int, groups: int, widths: tuple[int, ...], dtype: Any) -> str | None:

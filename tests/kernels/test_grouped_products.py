@@ -107,17 +107,17 @@ def test_grouped_products_in_a_mixture_match_float64(grouped, monkeypatch, N, E,
   assert all(error < 1e-2 for error in found), found
 
 
-def test_tiles_are_those_of_the_results_sides(monkeypatch):
+def test_tiles_are_those_of_the_results_sides_and_columns_in_turn(monkeypatch):
   """64 columns in tiles of 128 would be others' too."""
-  tiles = []
-  given = lambda x, *_, block_m, block_n, **options: tiles.append((block_m, block_n)) or x
+  tiles, kept = [], ("block_m", "block_n", "grid_block_n")
+  given = lambda x, *_, **options: tiles.append(tuple(map(options.get, kept))) or x
   monkeypatch.setattr(kernel, "_library", lambda: (given, given))
-  x, wide = jnp.zeros((8, 64), BF16), jnp.zeros((8, 128), BF16)
-  matrices, sizes = jnp.zeros((2, 64, 128), BF16), jnp.array([4, 4])
+  x, wide = jnp.zeros((8, 64), BF16), jnp.zeros((8, 256), BF16)
+  matrices, sizes = jnp.zeros((2, 64, 256), BF16), jnp.array([4, 4])
   kernel._launch(x, matrices, sizes, transposed=False)
   kernel._launch(wide, matrices, sizes, transposed=True)
   jax.eval_shape(kernel._gradient, x, wide, sizes)
-  assert tiles == [(128, 128), (128, 64), (64, 128)]
+  assert tiles == [(128, 128, 2), (128, 64, 1), (64, 128, 2)]
 
 
 @pytest.mark.parametrize(
