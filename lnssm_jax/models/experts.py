@@ -34,6 +34,7 @@ NUM_EXPERTS = 8  # of a mixture whose options do not say
 _PRODUCT = "product of experts"
 _PRODUCTS = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
 _LARGEST_BLOCK = 512  # rows; each block reads its expert's kernel
+_ROWS = 8  # a multiple of them is what JAX's kernels read
 
 
 class Router(NamedTuple):
@@ -122,9 +123,9 @@ def _of_these(kernels, activation, limit, x, weights, indices):
   sizes = seen[-1]
   grouped_product = _grouped_product(rows, count, kernels[0].shape[1:], dtype)
   if grouped_product is not None:
-    first, places = jnp.cumsum(sizes) - sizes, rows
-    # The last expert multiplies the rows of other devices, too: zeros.
-    all_rows = sizes.at[-1].add(rows - sizes.sum())
+    first, places = jnp.cumsum(sizes) - sizes, -(-rows // _ROWS) * _ROWS
+    # The last expert multiplies the rows of other devices and of padding, too: zeros.
+    all_rows = sizes.at[-1].add(places - sizes.sum())
     multiply = lambda x, kernel: grouped_product(*vary_alike((x, kernel, all_rows)))
   else:
     first, places, multiply = _blocks(sizes, rows, dtype)

@@ -94,7 +94,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
   ("N", "E", "chosen", "products"),
   [
-    pytest.param(60, *ELSEWHERE, by_xla, id="of four devices, by XLA"),
+    pytest.param(61, *ELSEWHERE, by_xla, id="of four devices, by XLA"),
     slow(75, *ELSEWHERE, interpret, id="of four devices"),
     slow(75, *SOME_NONE, interpret, id="none selects the second"),
   ],
@@ -167,6 +167,15 @@ def test_mixture_in_blocks_notes_why(grouped, rows, width, dtype, reason):
   with choices_of_xla() as found:
     assert experts._grouped_product(rows, 4, (width, 64), jnp.dtype(dtype)) is None
   assert list(found) == [("mixture of experts", reason)]
+
+
+def test_grouped_products_of_an_odd_number_of_tokens_are_lowered_for_cuda(grouped, monkeypatch):
+  """Gradients of matrices read tiles of 8 rows; products of rows have any number."""
+  monkeypatch.setattr(kernel, "_product", lambda x, matrices, _: x @ matrices[0])
+  monkeypatch.setattr(kernel, "_product_transposed", lambda x, matrices, _: x @ matrices[0].T)
+  (kernels, *given), cotangent, indices = problem(65, 64, 64, 2, [0, 1])
+  run = lambda *given: gradients(*given, indices, BF16)
+  assert kernels_in(run, (kernels[1:], *given), cotangent) == 2
 
 
 @pytest.mark.slow
