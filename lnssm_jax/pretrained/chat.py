@@ -1,6 +1,6 @@
 """Conversations as text, by the chat template of a checkpoint: Jinja, in a sandbox.
 
-    text, turns = ChatTemplate(tokenizer).turns([{"role": "user", "content": "Hi"}, ...])
+    (text, places), *more = ChatTemplate(tokenizer).turns([{"role": "user", "content": "Hi"}, ...])
 
 The template is chat_template.jinja, or "chat_template" of tokenizer_config.json, next to the
 tokenizer. It sees what transformers 5 gives it: messages, tools, add_generation_prompt, the texts
@@ -98,12 +98,14 @@ class ChatTemplate:
     where: str = "messages",
     special_tokens: special.InText = "text",
     first: int = 0,
-  ) -> Turns:
+  ) -> list[Turns]:
     """The text of a conversation, and the replies in it, each with the token that ends it.
 
     A reply is what follows the template's text for the messages before it, with its generation
     prompt, up to the first token that ends a text: what `generate` would have to write. A message
-    of the assistant with `"weight": 0` is none.
+    of the assistant with `"weight": 0` is none. A template may write a reply in another way when
+    more messages follow, such as without its thoughts. Then the conversation up to that reply is a
+    text of its own.
 
     Args:
       where: place of the messages, for errors.
@@ -111,8 +113,8 @@ class ChatTemplate:
       first: the number of the first message that may be a target.
 
     Raises:
-      DataError: a message is none or has a special token, the template rejects them, or rewrites
-        earlier messages, so that a reply has no place.
+      DataError: a message is none or has a special token, the template rejects them, or a reply
+        does not follow its prompt.
     """
     given = _checked(messages, where)
     if special_tokens == "text":
@@ -124,22 +126,30 @@ class ChatTemplate:
             " data.special_tokens='parse' for text that you trust."
           )
     text = self._render(given, tools, where)
-    places = []
+    places, alone = [], []
     for number, message in enumerate(messages[first:], first):
       if message["role"] != "assistant" or message.get("weight", 1) == 0:
         continue
       before = self._render(given[:number], tools, where, reply=True)
-      ends = [text.find(end, len(before)) + len(end) for end in self._ends]
-      ends = [end for end, name in zip(ends, self._ends, strict=True) if end >= len(name)]
-      if not text.startswith(before) or not ends:
-        begins = text.startswith(before)
-        why = "does not end a reply by a token for that" if begins else "rewrites earlier messages"
-        raise DataError(
-          f"{where}: the chat template of {self._folder} {why}, so that message {number} cannot be"
-          " a target; use another template, or rows of a prompt and a completion (data.fields)."
-        )
-      places.append((len(before), min(ends)))
-    return Turns(text, tuple(places))
+      if text.startswith(before):
+        places.append(self._reply(text, before, where, number))
+      else:
+        until = self._render(given[: number + 1], tools, where)
+        alone.append(Turns(until, (self._reply(until, before, where, number),)))
+    return [*alone, Turns(text, tuple(places))] if places or not alone else alone
+
+  def _reply(self, text: str, before: str, where: str, number: int) -> tuple[int, int]:
+    """The place of the reply in `text` after `before`."""
+    ends = [text.find(end, len(before)) + len(end) for end in self._ends]
+    ends = [end for end, name in zip(ends, self._ends, strict=True) if end >= len(name)]
+    begins = text.startswith(before)
+    if not begins or not ends:
+      why = "does not end a reply by a token for that" if begins else "does not repeat its prompt"
+      raise DataError(
+        f"{where}: the chat template of {self._folder} {why}, so that message {number} cannot be"
+        " a target; use another template, or rows of a prompt and a completion (data.fields)."
+      )
+    return len(before), min(ends)
 
   def _render(self, messages: Any, tools: Any, where: str, *, reply: bool = False) -> str:
     try:

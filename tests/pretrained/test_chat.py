@@ -72,7 +72,7 @@ def test_conversation_has_the_text_and_replies_of_transformers(case, chat):
   template, talk = case.split("/")
   want, tools = RECORDED[case], [{"name": "add"}] if talk == "calls" else None
   found = chat(TEMPLATES[template])
-  text, places = found.turns(TALKS[talk], tools=tools)
+  ((text, places),) = found.turns(TALKS[talk], tools=tools)
   assert text == want["text"] and [list(x) for x in places] == want["places"]
   assert found.prompt(TALKS[talk][:1], tools) == want["prompt"]
 
@@ -89,21 +89,48 @@ def test_prompt_leaves_out_what_generation_puts_before_it(tmp_path, chat):
 def test_replies_of_weight_0_and_other_ends_are_followed(tmp_path, chat):
   talk = [x | {"weight": 0} if n == 1 else x for n, x in enumerate(TALKS["turns"])]
   found = chat(TEMPLATES["plain"])
-  assert (
-    len(found.turns(talk).places) == 1
-    and found.turns(talk).text == found.turns(TALKS["turns"]).text
-  )
+  ((text, places),), ((same, both),) = map(found.turns, (talk, TALKS["turns"]))
+  assert (len(places), len(both)) == (1, 2) and text == same
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 259]}')
   other = ChatTemplate(load_tokenizer(str(tmp_path)))
   assert other.fingerprint != found.fingerprint
   text = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
   (tmp_path / "chat_template.jinja").write_text(text)  # before that of tokenizer_config.json
-  assert ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"][:2]).places == ((10, 19),)
+  ((_, places),) = ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"][:2])
+  assert places == ((10, 19),)
   # A later message has the other end.
   ends = "{{ '<|im_end|>' if m.role == 'user' else '<end>' }}"
   (tmp_path / "chat_template.jinja").write_text(text.replace("<end>", ends))
-  places = ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"]).places
+  ((_, places),) = ChatTemplate(load_tokenizer(str(tmp_path))).turns(TALKS["turns"])
   assert places == ((15, 24), (41, 51))
+
+
+# As of Qwen3.5: a reply begins after empty thoughts, which the template leaves out of earlier ones.
+_START = "'<|im_start|>assistant\\n"
+CLOSED = TEMPLATES["thinking"].replace(_START, rf"{_START}<think>\n\n</think>\n\n")
+
+
+def test_reply_that_the_template_rewrites_later_is_in_a_text_of_its_own(tmp_path, chat):
+  talk, found = TALKS["turns"], chat(CLOSED)
+  texts = found.turns(talk)
+  replies = [[text[begin:end] for begin, end in places] for text, places in texts]
+  assert replies == [["two\n<|im_end|>"], ["four<|im_end|>"]]
+  for (text, ((begin, _),)), number in zip(texts, (1, 3), strict=True):
+    assert text[:begin] == found.prompt(talk[:number]) and text.endswith("<|im_end|>\n")
+  # The second alone, and no text without a reply.
+  assert found.turns([talk[0], talk[1] | {"weight": 0}, *talk[2:]]) == texts[1:]
+  assert found.turns(talk[:3]) == texts[:1]
+  silent = {"messages": [x | {"weight": 0} for x in talk]}
+  rows = "".join(json.dumps(x) + "\n" for x in (silent, {"messages": talk}))
+  (tmp_path / "rows.jsonl").write_text(rows)
+  source = str(tmp_path / "rows.jsonl")
+  given = {"folder": str(tmp_path), "tokenizer": str(tmp_path), "train": ("chats",)}
+  given |= {"sources": {"chats": source}, "targets": {"chats": "assistant"}}
+  sidecar = prepare(Data(**given))["chats"]
+  assert sidecar["documents"] == 2 and sidecar["skipped"] == {"empty": 1}
+  (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk[:1], "a": talk[1:], "b": "c"}))
+  with pytest.raises(DataError, match='line 1, "a": the chat template rewrites earlier replies'):
+    prepare(Data(**given, fields={"chats": ("messages", "a", "b")}), force=True)
 
 
 HI = {"role": "user", "content": "Hi"}
@@ -134,7 +161,7 @@ def test_wrong_messages_are_an_error_of_one_line(messages, message, chat):
     ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "the chat template of .* is none: maximum rec"),
     ("{{ " + "9" * 6000 + " }}", "the chat template of .* is none"),
     ("{{ messages.__class__.__mro__ }}", "unsafe|rejects"),
-    ("{{ messages | length }}", "rewrites earlier messages, so that message 1"),
+    ("{{ messages | length }}", "does not repeat its prompt, so that message 1"),
     ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end a reply"),
     (None, "has no chat template"),
   ],
@@ -252,7 +279,7 @@ def test_rows_of_two_answers_to_messages_become_two_documents_of_one_target_each
   for number, answer in enumerate(("yes", "no")):
     ids = dataset.sequence(number)
     talk = [*row["messages"], {"role": "assistant", "content": answer}]
-    np.testing.assert_array_equal(ids, tokenizer.encode(template.turns(talk).text, "parse"))
+    np.testing.assert_array_equal(ids, tokenizer.encode(template.turns(talk)[0].text, "parse"))
     weights = dataset.weights[first : first + len(ids)]
     first += len(ids)
     reply = tokenizer.encode(f"{answer}<|im_end|>", "parse")
@@ -324,7 +351,7 @@ def test_program_and_commands_of_the_fine_tuning_page_run(tmp_path, monkeypatch,
 
   run(commands)
   output = capsys.readouterr()
-  assert "exportable  by --layout hf (qwen3_5_text)" in output.err + output.out
+  assert "exportable  by --layout hf (qwen3_5_text)\nadapter     by" in output.err + output.out
   exec(compile(last, "docs/fine_tuning.md", "exec"), program)
   assert program["after"] != program["before"]
   tuned, merged = (exports.flat(params_of(program[name].model)) for name in ("tuned", "merged"))

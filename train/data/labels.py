@@ -60,8 +60,8 @@ class Rows(NamedTuple):
           raise DataError(f'{where}: expected an object with the key "{name}", a list of messages.')
       how: Any = {"tools": row.get("tools"), "special_tokens": self.special_tokens}
       if not answers:
-        text, places = template.turns(row[key], where=where, **how)
-        yield Document(text, places=places)
+        for text, places in template.turns(row[key], where=where, **how):
+          yield Document(text, places=places)
       for name in answers:
         place, reply = f'{where}, "{name}"', row[name]
         if reply == "":
@@ -70,9 +70,15 @@ class Rows(NamedTuple):
           reply = [{"role": "assistant", "content": reply}]
         if not all(isinstance(x, list) for x in (row[key], reply)):
           raise DataError(f'{place}: expected a text or messages, after a list in "{key}".')
-        text, places = template.turns(row[key] + reply, where=place, first=len(row[key]), **how)
+        found = template.turns(row[key] + reply, where=place, first=len(row[key]), **how)
+        text, places = found[-1]
         if not places:
           raise DataError(f"{place}: there is no reply that counts, but a pair has two answers.")
+        if len(found) > 1:
+          raise DataError(
+            f"{place}: the chat template rewrites earlier replies, so that several have no text in"
+            ' common; give one reply, or the others "weight": 0.'
+          )
         yield Document(text, places=places)
 
     return documents
