@@ -207,6 +207,14 @@ def write(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
+def check(family: Family, settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+  """Raises ExportError unless `write` can write factors of kernels of these shapes."""
+  empty = lambda *shape: np.zeros(shape, np.float32)
+  factors = {name: (empty(*s[:-1], 0), empty(*s[:-2], 0, s[-1])) for name, s in shapes.items()}
+  for _ in _by_module(family, settings, factors):
+    pass
+
+
 def _by_module(
   family: Family, settings: Mapping[str, Any], factors: Mapping[str, Any]
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -215,18 +223,45 @@ def _by_module(
   for parameter in layers.parameters(family, settings, shapes):
     a, b = factors[parameter.name]
     for number, pieces in enumerate(parameter.layers):
-      if not pieces:
-        continue
-      own = (a[number], b[number]) if parameter.stacked else (a, b)
-      (piece, *others) = pieces
-      # Which row of theirs each number of ours is of: of a column one, if it is a linear layer.
-      index = np.arange(piece.shape[0]).reshape(-1, *[1] * (len(piece.shape) - 1))
-      rows = piece.view(np.broadcast_to(index, piece.shape))
-      if others or len(piece.shape) != 2 or (rows != rows[:1]).any():
-        raise ExportError(
-          f"{parameter.name} is no matrix of {family.name!r}, such as PEFT adapts; leave it out of"
-          " optimizer.lora_names."
-        )
-      their_b = np.zeros((len(index), len(own[1])), own[1].dtype)
-      their_b[rows[0].reshape(-1)] = own[1].T
-      yield piece.theirs.removesuffix(".weight"), np.ascontiguousarray(own[0].T), their_b
+      own_a, own_b = (a[number], b[number]) if parameter.stacked else (a, b)
+      found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+      for piece in pieces:
+        places = _places(piece, (len(own_a), own_b.shape[-1])) if own_a.ndim == 2 else None
+        if places is None or not piece.theirs.endswith(".weight"):
+          raise ExportError(
+            f"{parameter.name} is no matrix of {family.name!r}, such as PEFT adapts; leave it out"
+            " of optimizer.lora_names."
+          )
+        their_b = np.zeros((piece.shape[0], own_b.shape[0]), own_b.dtype)
+        _, their_b = found.setdefault(piece.theirs, (own_a, their_b))
+        theirs, ours = places
+        their_b[theirs] = own_b.T[ours]
+      for theirs, (own_a, their_b) in found.items():
+        yield theirs.removesuffix(".weight"), np.ascontiguousarray(own_a.T), their_b
+
+
+def _places(piece: layers.Piece, ours: tuple[int, int]) -> tuple[np.ndarray, np.ndarray] | None:
+  """(rows of their matrix [out, in], columns of ours [in, out]) that are the same numbers.
+
+  None if a piece is anything else, such as one matrix of several, or in another order of `in`.
+  """
+  if len(piece.shape) != 2 or piece.shape[1] != ours[0]:
+    return None
+  of_ours = piece.part or (lambda x: x)
+  index = lambda n: np.arange(n, dtype=np.int32)
+  rows, columns = (
+    piece.view(np.broadcast_to(index(piece.shape[0])[:, None], piece.shape)),
+    of_ours(np.broadcast_to(index(ours[1]), ours)),
+  )
+  their_in, our_in = (
+    piece.view(np.broadcast_to(index(ours[0]), piece.shape)),
+    of_ours(np.broadcast_to(index(ours[0])[:, None], ours)),
+  )
+  rows, columns, their_in, our_in = (
+    x.reshape(len(x), -1) for x in (rows, columns, their_in, our_in)
+  )
+  in_order = index(ours[0])[:, None]
+  same = lambda x, y: x.shape[:1] == ours[:1] and (x == y).all()
+  if not (same(rows, rows[:1]) and same(columns, columns[:1])):
+    return None
+  return (rows[0], columns[0]) if same(their_in, in_order) and same(our_in, in_order) else None

@@ -221,6 +221,12 @@ def save_adapter(
   adapters.write(folder, family, _explicit(settings), factors, scale)
 
 
+def check_adapter(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Raises the ExportError of `save_adapter` for factors of kernels of these shapes."""
+  family, _ = _family_for(settings, "hf", None)
+  adapters.check(family, _explicit(settings), shapes)
+
+
 def exportable(settings: Mapping[str, Any]) -> dict[str, str]:
   """{layout: model_type} of the families that have the function of a model with these settings."""
   found = {}

@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from lnssm_jax import pretrained
-from lnssm_jax.models.settings import params_of
-from lnssm_jax.pretrained import ExportError, exports, hugging_face
-from tests.pretrained.published import GOLDEN, recorded, write
+from lnssm_jax.models.settings import abstract_params, params_of
+from lnssm_jax.pretrained import ExportError, exports, folders, hugging_face
+from lnssm_jax.pretrained.families import family_of, layers
+from tests.pretrained.published import CASES, GOLDEN, recorded, write
 
 ROOT = Path(__file__).parents[2]
 PEERS = Path(os.environ.get("PEERS", ROOT / ".venv-peers")) / "bin" / "python"
@@ -78,6 +79,43 @@ def test_saved_factors_are_the_corrections_that_are_loaded(tmp_path):
   wrong = {"embedding": (np.ones((11, 1)), np.ones((1, 8)))}
   with pytest.raises(ExportError, match="embedding is no matrix"):
     pretrained.save_adapter(tmp_path / "other", wrong, settings, scale=1)
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=[pytest.mark.slow] * (case != "bailing_hybrid"))
+    for case in CASES
+    if not case.startswith("fla_")
+  ],
+)
+def test_factors_of_every_family_are_those_of_its_own_matrices(case):
+  """Also where a matrix of theirs has its rows in another order, as that of Ling's latents."""
+  config = recorded(case).config
+  family = family_of(config)
+  settings = family.settings(folders.plain(config))
+  rng, factors = np.random.default_rng(0), {}
+  for name, x in exports.flat(abstract_params(settings)).items():
+    if name.endswith("_proj.kernel") or (".channel_mixer." in name and name.endswith(".kernel")):
+      *lead, rows, columns = x.shape
+      draw = lambda *size: rng.normal(size=size)
+      factors[name] = draw(*lead, rows, 2), draw(*lead, 2, columns)
+  experts = {name: x for name, x in factors.items() if x[0].ndim > 3}
+  for name in experts:
+    with pytest.raises(ExportError, match=f"^{name} is no matrix of"):
+      hugging_face.adapters.check(family, settings, {name: experts[name][0].shape})
+    del factors[name]
+  theirs = {}
+  for module, a, b in hugging_face.adapters._by_module(family, settings, factors):
+    theirs[module] = theirs.get(module, 0) + b @ a
+  shapes = {name: (*a.shape[:-1], b.shape[-1]) for name, (a, b) in factors.items()}
+  for parameter in layers.parameters(family, settings, shapes):
+    change = np.matmul(*factors[parameter.name])
+    for number, pieces in enumerate(parameter.layers):
+      for theirs_name, view, part, _ in pieces:
+        want = change[number] if parameter.stacked else change
+        got = view(theirs[theirs_name.removesuffix(".weight")])
+        np.testing.assert_allclose(got, part(want) if part else want, err_msg=parameter.name)
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
 """LoRA: the same factors as when they are trained themselves; nothing else moves."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from lnssm_jax.models.settings import abstract_params
 from lnssm_jax.pretrained.exports import flat
 from tests.train.test_train_step import make_batch, run
+from train.cli import dry_run
 from train.cluster import device_mesh
-from train.config import ConfigError, Optimizer
+from train.config import ConfigError, Optimizer, to_dict
 from train.step.optimizer import make_optimizer
 from train.step.state import init_state
 
@@ -104,6 +108,22 @@ def test_lora_trains_named_matrices_of_a_model(tiny):
     np.testing.assert_allclose(flat(state["params"])[name], want, rtol=1e-5, atol=1e-7)
   moments = sum(x.size for x in jax.tree.leaves(inner) if x.ndim)
   assert moments == 2 * sum(x.size for x in pairs.values())
+
+
+@pytest.mark.parametrize(
+  ("channel_mixer", "message"),
+  [
+    ("swiglu", "^adapter     by --layout peft$"),
+    ("moe", "^no adapter  by --layout peft: no model of layout"),
+  ],
+)
+def test_dry_run_says_before_a_run_whether_peft_has_its_matrices(channel_mixer, message, tiny):
+  names = ("*_proj.kernel", "*.down.kernel")
+  kind = {"model__mixer": "softmax_attention", "model__channel_mixer": channel_mixer}
+  kind |= {"model__mixer_options": {"positions": "rotary"}, "model__embedding_norm": False}
+  cfg = tiny(optimizer__lora_rank=2, optimizer__lora_names=names, model__norm="rms", **kind)
+  params = abstract_params(to_dict(cfg.model))
+  assert re.search(message, dry_run._adapter(cfg, params))
 
 
 @pytest.mark.parametrize(

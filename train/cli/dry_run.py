@@ -3,6 +3,7 @@
 Reads no text, initializes no parameters, and writes only programs, for the first start of the run.
 """
 
+import fnmatch
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from lnssm_jax.files import buckets
 from lnssm_jax.files.buckets import Bucket
 from lnssm_jax.pretrained import hugging_face
+from lnssm_jax.pretrained.exports import ExportError, flat
 from train import config
 from train.cluster import compile_cache, distributed
 from train.cluster.device_mesh import make_mesh
@@ -62,6 +64,8 @@ def describe(
     theirs = hugging_face.exportable(config.to_dict(cfg.model)).items()
     others = ", ".join(f"{layout} ({name})" for layout, name in theirs)
     console.say(f"exportable  {f'by --layout {others}' if others else 'in our own layout only'}")
+    if cfg.optimizer.lora_rank is not None:
+      console.say(_adapter(cfg, params))
     if cfg.optimizer.weight_decay:
       console.say(f"decay       {weight_decay(cfg.optimizer.weight_decay, params)}")
     sizes = (
@@ -87,6 +91,19 @@ def describe(
     f"FLOPs       {model:.4g} per step of {short(tokens)} tokens (model FLOPs), "
     f"{model / mesh.size:.4g} per device"
   )
+
+
+def _adapter(cfg: config.Train, params: Any) -> str:
+  """Whether PEFT has matrices for the corrections: `export` would say so after the run only."""
+  shapes = {name: x.shape for name, x in flat(params).items()}
+  kernels = {
+    x: shapes[x] for name in cfg.optimizer.lora_names for x in fnmatch.filter(shapes, name)
+  }
+  try:
+    hugging_face.check_adapter(config.to_dict(cfg.model), kernels)
+  except ExportError as error:
+    return f"no adapter  by --layout peft: {error}"
+  return "adapter     by --layout peft"
 
 
 def prediction(
