@@ -1,4 +1,4 @@
-"""The differences between models that claims.md quotes, from the files of results/.
+"""The differences that claims.md and the pages of results/ quote, from the files there.
 
     python -m experiments verdicts
 
@@ -149,7 +149,7 @@ def values_of(file: str, score: str, which: Which) -> list[float]:
   elif "measure" in rows_of(file)[0]:
     found = [float(row["value"]) for row in rows if row["measure"] == score]
   else:
-    found = [float(row[score]) for row in rows if row["use"] == "result"]
+    found = [float(row[score]) for row in rows if row.get("use", "result") == "result"]
   if not found:
     raise ValueError(f"{file} has no rows with {which} and a score {score!r}.")
   return found
@@ -197,16 +197,22 @@ def _normalized(positions: str, score: str):
   return lambda a, b: Difference("lm_normalization.csv", score, row(a), row(b))
 
 
-def _convolution(*pairs, score: str = "val_books loss"):
-  """Differences of lm_convolution.csv between (model, convolution)."""
+def _convolution(*pairs, sets: Sequence[str] = ("books",)):
+  """Differences of lm_convolution.csv between (model, convolution), of the loss on these sets."""
   row = lambda model, convolution: {"model": model, "convolution": convolution}
-  return [Difference("lm_convolution.csv", score, row(*a), row(*b)) for a, b in pairs]
+  return [
+    Difference("lm_convolution.csv", f"val_{of} loss", row(*a), row(*b))
+    for of in sets
+    for a, b in pairs
+  ]
 
 
 _SIZES = [("64", "16"), ("64", "64"), ("128", "16"), ("128", "64")]
 _dsf = lambda width, state: _recall("mqar_dsf.csv", "model", width=width, state=state, mlp="no")
 _accuracy = _long("babilong", "accuracy", "mean")
-_entropy, _cosine = (_long("states", x, "mean of layers") for x in ("entropy", "cosine"))
+_entropy, _rank, _cosine = (
+  _long("states", x, "mean of layers") for x in ("entropy", "rank", "cosine")
+)
 _needles = _long("needles", "recall", "single_2")
 _nats = _long("extrapolate", "nats_per_token", "books")
 _lnssm = _books("lm_lnssm.csv", "model", "channels")
@@ -318,7 +324,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   ),
   "extrapolation from 1,024 to 32,768 tokens": [
     _nats((name, "32768"), (name, "1024"))
-    for name in ("longhorn", "softmax_attention", "delta_net")
+    for name in ("longhorn", "lnssm", "gla", "mamba2", "sse", "softmax_attention", "delta_net")
   ],
   "SSE as a language model": _sse(
     ("sse-n4k1", "gla"),
@@ -328,6 +334,12 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
     ("sse-n4k1", "sse-n4k2"),
     ("sse-n4k1", "gdn"),
   ),
+  "SSE and MoM as models of bytes": [
+    Difference(
+      "sparse_training.csv", "score", *({"mixer": name, "of": "val_books"} for name in pair)
+    )
+    for pair in (("sse", "gla"), ("mom", "gla"))
+  ],
   "a layer of attention": _sse(
     ("sse-n4k1", "sse-h"),
     ("gla-h", "gla"),
@@ -345,7 +357,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
     for name, least in (("gla", SOLVED), ("gsa", 0.5), ("metala", SOLVED))
     for rows in ("top quarter", "all")
   ],
-  "entropy of states": [_entropy(("sse", "1024"), ("gla", "1024"))],
+  "entropy and rank of states": [x(("sse", "1024"), ("gla", "1024")) for x in (_entropy, _rank)],
   "rows of states": [_cosine(("sse", "1024"), ("gla", "1024"))],
   "needles": [
     _needles((a, n), (b, n))
@@ -354,6 +366,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   ],
   "a short convolution": _convolution(
     *(((name, "with"), (name, "without")) for name in _RECURRENCES),
+    sets=("books", "peps", "openwebtext", "wikitext103"),
   ),
   "recurrences with and without one": _convolution(
     *(
