@@ -92,7 +92,7 @@ MIXERS: dict[str, tuple[int, dict[str, Any]]] = {  # heads and options; others h
   "softmax_attention": (8, {}),
   "sse": (4, {"num_partitions": 4}),
 }
-SHOWN = ("perplexity", "rank", "accuracy", "recall", "rouge_l")  # while it runs
+SHOWN = ("perplexity", "rank", "accuracy", "recall", "rouge_l", "median_field", "parted")
 
 
 class Picture(NamedTuple):
@@ -371,8 +371,8 @@ def run(parser, args, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
           new = [known | {"seed": seed, "note": note} | score._asdict() for score in scores]
           rows += [{field: _text(row[field]) for field in FIELDS} for row in new]
           print(f"{mixer}, {name}, seed {seed}: {_shown(scores)}; {note}", flush=True)
-        if args.out:
-          csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
+          if args.out:
+            csv_rows.write(args.out, FIELDS, rows)  # at once: a later failure loses nothing
   finally:
     pool.shutdown(cancel_futures=True)
 

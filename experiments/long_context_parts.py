@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import babilong, babilong_samples, needles, rouge
 from experiments.answers import answers
-from lnssm_jax import ops
+from lnssm_jax import analysis, ops
 from lnssm_jax.analysis.layers import each_layer
 from lnssm_jax.pretrained import texts
 from lnssm_jax.pretrained.loaded import LoadedModel
@@ -31,6 +31,7 @@ SETS = {  # of ROUGE without training, in the folder `rouge`
 }
 ANSWER, SUMMARY = 12, 64  # most tokens
 DOCUMENTS = 4  # whose states are looked at
+FIELDS = 4  # times the training length, of which receptive fields are measured
 
 
 class Sizes(NamedTuple):
@@ -317,22 +318,24 @@ def zero_shot_part(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> Part:
 def fields_part(data: Path, sizes: Sizes) -> Part:
   """The receptive fields of the states in held-out text, and how far partitions part values."""
   (source,) = map(str, data.glob("lm/val_books.*"))
+  length = FIELDS * sizes.length  # most fields end within it
 
   def score(loaded):
-    found = memory.states(loaded, source, length=sizes.length, rows=DOCUMENTS)
-    rows = found.tables.get("receptive field", [])
-    for name in ("median", "largest"):
-      mean = float(np.mean([row[name] for row in rows])) if rows else None
-      yield Score("mean of layers", sizes.length, f"{name}_field", mean)
-    tokens = memory.beginnings(loaded, source, sizes.length, DOCUMENTS)
-    parted = [
-      each for each in each_layer(_parted, loaded.model, jnp.asarray(tokens)) if each is not None
-    ]
+    tokens = jnp.asarray(memory.beginnings(loaded, source, length, DOCUMENTS))
+    try:
+      fields = analysis.receptive_fields(loaded.model, tokens)
+    except NotImplementedError:  # no layer forgets by a decay
+      fields = []
+    fields = [np.asarray(field) for field in fields if field is not None]
+    for name, of in (("median", np.median), ("largest", np.max)):
+      mean = float(np.mean([of(field) for field in fields])) if fields else None
+      yield Score("mean of layers", length, f"{name}_field", mean)
+    parted = [each for each in each_layer(_parted, loaded.model, tokens) if each is not None]
     for place, name in enumerate(("parted", "parted_at_random")):
       mean = float(np.mean([each[place] for each in parted])) if parted else None
-      yield Score("mean of layers", sizes.length, name, mean)
+      yield Score("mean of layers", length, name, mean)
 
-  return Part(0, {}, sizes.length, score)
+  return Part(0, {}, length, score)
 
 
 def _parted(mixer, x, segment_ids):
@@ -403,5 +406,5 @@ def scored_tokens(name: str, sizes: Sizes) -> dict[int, int]:
     "rouge": {sizes.length: sizes.summaries * sizes.length},
     "questions": {sizes.length: len(TASKS) * sizes.questions * sizes.length},
     "zero_shot": {sizes.length: len(SETS) * sizes.summaries * sizes.length},
-    "fields": {sizes.length: 2 * DOCUMENTS * sizes.length},
+    "fields": {FIELDS * sizes.length: 2 * DOCUMENTS * FIELDS * sizes.length},
   }[name]
