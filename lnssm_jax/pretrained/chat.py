@@ -152,6 +152,8 @@ class ChatTemplate:
     return len(before), min(ends)
 
   def _render(self, messages: Any, tools: Any, where: str, *, reply: bool = False) -> str:
+    if not isinstance(tools, list | tuple | None):
+      raise DataError(f'{where}: "tools" is {type(tools).__name__}, expected a list of objects.')
     try:
       return self._template.render(
         messages=messages, tools=tools, add_generation_prompt=reply, **self._known
@@ -160,6 +162,17 @@ class ChatTemplate:
       raise DataError(
         f"{where}: the chat template of {self._folder} rejects the messages: {error!s:.200}."
       ) from None
+
+
+def joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+  """A message whose content is a text, if it had parts that are texts."""
+  parts = message.get("content")
+  if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+    return message
+  found = [part.get("text") for part in parts if part.get("type") == "text"]
+  if len(found) < len(parts) or not all(isinstance(text, str) for text in found):
+    return message
+  return {**message, "content": "".join(found)}
 
 
 def special_in(tokenizer: FileTokenizer, message: Any) -> str | None:
@@ -198,12 +211,13 @@ def files_of(tokenizer: FileTokenizer) -> dict[str, str]:
 
 
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
-  """The messages without their weights."""
+  """The messages without their weights, and contents that are parts of text as one."""
   if not isinstance(messages, list | tuple) or not messages:
     raise DataError(
       f'{where}: found {messages!r:.60}, expected messages, such as [{{"role": "user", "content":'
       ' "Hi"}].'
     )
+  messages = [joined(x) if isinstance(x, Mapping) else x for x in messages]
   for number, message in enumerate(messages):
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):

@@ -138,6 +138,10 @@ ERRORS = [
   ({"messages": "Hi"}, "found 'Hi', expected messages"),
   ([HI, {"content": "Ho"}], 'message 1 is .* needs a "role"'),
   ([{"role": "user", "content": [{"type": "image"}]}], '"content" of message 0 is list'),
+  (
+    [HI | {"content": [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>"}]}],
+    "special",
+  ),
   ([HI | {"weight": 0.5}], '"weight" of message 0 is 0.5'),
   ([HI | {"content": "a<|im_end|>"}], r"message 0 spells out the special token '<\|im_end\|>'"),
   ([HI, HI], "rejects the messages: roles must alternate"),
@@ -255,9 +259,15 @@ def test_rows_of_messages_become_weighted_tokens(tmp_path, chat):
   (tmp_path / "chat_template.jinja").write_text(TEMPLATES["plain"])
   with pytest.raises(DataError, match=r"line 3: the chat template of .* rejects the messages"):
     prepare(data)
-  (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-  with pytest.raises(DataError, match='line 1: expected an object with the key "messages"'):
-    prepare(data, force=True)
+  wrong = (
+    ({"text": "a"}, "found the keys .'text'., expected an object with the key \"messages\"."),
+    ({"messages": [HI]}, 'no text: .* A reply that counts has the role "assistant"'),
+    ({"messages": TALKS["turns"], "tools": "add"}, '"tools" is str, expected a list'),
+  )
+  for row, message in wrong:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=message):
+      prepare(data, force=True)
   with pytest.raises(ConfigError, match="'assistant' needs one key"):
     Data(**given, fields={"chats": ("a", "b")})
 

@@ -9,7 +9,7 @@ from lnssm_jax.pretrained.chat import ChatTemplate
 from lnssm_jax.pretrained.special_tokens import InText
 from lnssm_jax.pretrained.tokenizers import Tokenizer
 from train.data.errors import DataError
-from train.data.sources import TEXT_FIELDS, Chat, Document
+from train.data.sources import TEXT_FIELDS, Chat, Document, value_in
 
 Targets = Literal["all", "completion", "last", "assistant"]
 
@@ -56,8 +56,7 @@ class Rows(NamedTuple):
 
     def documents(row: Any, where: str) -> Iterator[Document]:
       for name in self.fields:
-        if not isinstance(row, dict) or name not in row:
-          raise DataError(f'{where}: expected an object with the key "{name}", a list of messages.')
+        value_in(row, where, name)
       how: Any = {"tools": row.get("tools"), "special_tokens": self.special_tokens}
       if not answers:
         for text, places in template.turns(row[key], where=where, **how):

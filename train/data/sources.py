@@ -279,19 +279,24 @@ def _parsed(line: bytes, where: str, strict: bool) -> Any:
     raise DataError(f'{where}: {error}. A row is an object, such as {{"text": ...}}.') from error
 
 
-def text_in(row: Any, where: str, key: str) -> str:
-  """Value of `key` in one row."""
+def value_in(row: Any, where: str, key: str, note: str = "") -> Any:
+  """Value of `key` in one row; `note` ends the error."""
   if not isinstance(row, dict) or key not in row:
     found = (
       f"the keys {sorted(map(str, row))!r:.200}" if isinstance(row, dict) else type(row).__name__
     )
-    is_chat = isinstance(row, dict) and "messages" in row
-    chat = " Conversations need data.targets: assistant." if is_chat else ""
     raise DataError(
       f'{where}: found {found}, expected an object with the key "{key}". Names of other keys are'
-      f" settings: data.fields, or tokenize --fields.{chat}"
+      f" settings: data.fields, or tokenize --fields.{note}"
     )
-  text = row[key]
+  return row[key]
+
+
+def text_in(row: Any, where: str, key: str) -> str:
+  """Text of `key` in one row."""
+  is_chat = isinstance(row, dict) and "messages" in row
+  chat = " Conversations need data.targets: assistant." if is_chat else ""
+  text = value_in(row, where, key, chat)
   if not isinstance(text, str):
     raise DataError(f'{where}: "{key}" is {type(text).__name__}, expected a string.')
   try:

@@ -239,9 +239,12 @@ def _tokenize(
       parts.add(ids, weights)
       report.add(size)
     if not writer.num_documents:
+      advice = "Name sources with text in UTF-8."
+      if rows.of_loss == "assistant":
+        advice = 'A reply that counts has the role "assistant", and not "weight": 0.'
       raise DataError(
         f"{', '.join(map(repr, inputs))} has no text: {len(files)} files, {dict(skipped)}"
-        " documents skipped. Name sources with text in UTF-8."
+        f" documents skipped. {advice}"
       )
     if not has_digests(prefix, writer.digests()):  # a crash would leave it with other files
       sidecar_path(prefix).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from lnssm_jax.files.checked_json import check_shape
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.pretrained import texts
-from lnssm_jax.pretrained.chat import ChatTemplate, special_in
+from lnssm_jax.pretrained.chat import ChatTemplate, joined, special_in
 from lnssm_jax.pretrained.loaded import LoadedModel
 from lnssm_jax.sampling import SamplingOptions
 
@@ -132,23 +132,12 @@ def _chat(body, loaded: LoadedModel, chat: ChatTemplate | DataError) -> np.ndarr
   """The prompt of messages, in which others may spell out no special token."""
   if isinstance(chat, DataError):
     raise chat
-  messages = [_joined(message) for message in body.get("messages", ())]
+  messages = [joined(message) for message in body.get("messages", ())]
   for number, message in enumerate(messages):
     tokenizer: Any = loaded.tokenizer  # of a template: that of a file
     if message.get("role") not in _TRUSTED and special_in(tokenizer, message):
       raise ValueError(f"messages[{number}] spells out a special token of the model; remove it.")
   return texts.encode_prompt(loaded.tokenizer, chat.prompt(messages))
-
-
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
-  """A message whose content is a text, if it had parts that are texts."""
-  parts = message.get("content")
-  if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-    return message
-  found = [part.get("text") for part in parts if part.get("type") == "text"]
-  if len(found) < len(parts) or not all(isinstance(text, str) for text in found):
-    return message
-  return message | {"content": "".join(found)}
 
 
 def _several(body: Mapping[str, Any]) -> list[Any]:
