@@ -18,11 +18,11 @@ import numpy as np
 from lnssm_jax.files.atomic import emptied_by_errors
 from lnssm_jax.files.reading import read_json
 from lnssm_jax.ops.core.checks import is_number
-from lnssm_jax.pretrained import safetensors
+from lnssm_jax.pretrained import folders, safetensors
 from lnssm_jax.pretrained.families import Family, layers
 from lnssm_jax.pretrained.manifest import ExportError
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS = folders.ADAPTER, "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _MAX_JSON = 1 << 24  # bytes
 # Settings that change no loaded adapter: what was chosen, where it came from, how it began.

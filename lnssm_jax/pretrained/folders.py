@@ -24,6 +24,7 @@ from lnssm_jax.pretrained.tokenizers import FileTokenizer
 
 CONFIG, TENSORS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+ADAPTER = "adapter_config.json"  # of PEFT
 _MAX_JSON = 1 << 26  # bytes
 _MAX_SHARDS = 10_000
 MOST_TOKENS = 1 << 24  # of one sequence; a cache of attention has room for all of them
@@ -215,7 +216,8 @@ def _json(path: Path) -> dict[str, Any]:
   try:
     return read_json(path, _MAX_JSON, strict=False)  # transformers writes Infinity
   except FileNotFoundError:
-    raise ExportError(f"{path.parent} has no {path.name}.") from None
+    adapter = "; it is an adapter: load its model with adapter=" * (path.parent / ADAPTER).exists()
+    raise ExportError(f"{path.parent} has no {path.name}{adapter}.") from None
   except (OSError, ValueError) as error:
     raise ExportError(f"{path} cannot be read ({error}).") from None
 

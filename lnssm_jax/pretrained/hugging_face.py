@@ -24,6 +24,7 @@ from lnssm_jax.files.atomic import emptied_by_errors
 from lnssm_jax.mixers.common.checks import check_choice, check_dtype
 from lnssm_jax.models import LanguageModel
 from lnssm_jax.models.settings import complete, params_of
+from lnssm_jax.ops.core.checks import is_number
 from lnssm_jax.pretrained import adapters, exports, folders, placing, safetensors
 from lnssm_jax.pretrained.families import FAMILIES, Family, family_of, layers, rwkv_files, table
 from lnssm_jax.pretrained.loaded import LoadedModel
@@ -211,12 +212,26 @@ def save_adapter(
     scale: of the products a b.
 
   Raises:
-    ExportError: transformers has no such model, a kernel is no matrix there, or the folder is not
-      empty.
+    ExportError: transformers has no such model, a kernel is no matrix there, the factors or their
+      scale are not those of the model, or the folder is not empty.
   """
   folder = Path(folder)
   if folder.is_dir() and any(folder.iterdir()):
     raise ExportError(f"{folder} exists and is not empty; give another folder.")
+  if not is_number(scale) or not 0 < scale < math.inf:
+    raise ExportError(f"scale={scale!r:.80} must be a number above 0: lora_alpha / rank.")
+  if not factors:
+    raise ExportError("factors has no kernel; give {name: (a, b)}, as optimizer.lora_rank trains.")
+  kernels = exports.flat(exports.abstract_params(settings))
+  for name, pair in factors.items():
+    found = [np.shape(x) for x in pair] if isinstance(pair, tuple | list) else []
+    *lead, rows, columns = kernels[name].shape if name in kernels else (0, 0)
+    rank = found[0][-1] if found and found[0] else 0
+    if name in kernels and found != [(*lead, rows, rank), (*lead, rank, columns)]:
+      raise ExportError(
+        f"the factors of {name} have the shapes {found}, but its matrix has"
+        f" {(*lead, rows, columns)}; give a [..., in, r] and b [..., r, out]."
+      )
   family, _ = _family_for(settings, "hf", model_type)
   adapters.write(folder, family, _explicit(settings), factors, scale)
 

@@ -76,9 +76,19 @@ def test_saved_factors_are_the_corrections_that_are_loaded(tmp_path):
   assert config["rank_pattern"]["linear_attn.in_proj_qkv"] == 6 and config["r"] == 2
   with pytest.raises(ExportError, match="is not empty"):
     pretrained.save_adapter(tmp_path / "ours", factors, settings, scale=0.5)
-  wrong = {"embedding": (np.ones((11, 1)), np.ones((1, 8)))}
-  with pytest.raises(ExportError, match="embedding is no matrix"):
-    pretrained.save_adapter(tmp_path / "other", wrong, settings, scale=1)
+  name, (a, b) = next(iter(factors.items()))
+  for wrong, scale, message in (
+    ({"embedding": (np.ones((11, 1)), np.ones((1, 8)))}, 1, "embedding is no matrix"),
+    ({name: (a[:1], b)}, 1, r"have the shapes \[.*, but its matrix has"),
+    ({name: (a, b[:, :1])}, 1, "have the shapes"),
+    ({name: (a, b[..., 1:])}, 1, "have the shapes"),
+    ({name: a}, 1, r"have the shapes \[\]"),
+    ({}, 1, "factors has no kernel"),
+    ({"head": (a, b)}, 1, "has no parameter like head"),
+    (factors, float("nan"), "scale=nan must be a number above 0"),
+  ):
+    with pytest.raises(ExportError, match=message):
+      pretrained.save_adapter(tmp_path / "other", wrong, settings, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +208,8 @@ def test_adapter_of_another_model_is_an_error(tmp_path):
     pretrained.load(folder, adapter=tmp_path / "adapter")
   first = next(iter(arrays))
   save_file({first: arrays[first]}, tmp_path / "adapter" / "adapter_model.safetensors")
+  with pytest.raises(ExportError, match=r"no config\.json; it is an adapter: load its model with"):
+    pretrained.load(tmp_path / "adapter")
   with pytest.raises(ExportError, match="is no part of a correction"):
     pretrained.load(folder, adapter=tmp_path / "adapter")
   with pytest.raises(ExportError, match=r"no adapter of PEFT"):
