@@ -8,12 +8,15 @@ them (`pallas_kernels.grouped_products`). Elsewhere rows are padded to blocks of
 whose products are one batched product. `jax.lax.ragged_dot` is not used: for a GPU XLA masks all
 rows for each expert, with E times the memory. With experts sharded over the mesh axis `AXIS`, whose
 devices hold other tokens each, a device gathers the tokens of all of them, computes its own
-experts, and the sums are scattered back. Per layer and pass each device sends and receives D
-numbers per token of the others twice, and has room and products for the k rows of all their tokens:
-memory and products do not fall with the number of shards.
+experts, and the sums are scattered back: per layer and pass each device sends and receives D
+numbers per token of the others twice. A device has room for `_ROOM` times its even share of the
+rows; if more select its experts, it computes in room for all rows of all devices, which takes
+longer and is as exact. To send each row to its expert alone (`jax.lax.ragged_all_to_all`) would be
+less only with more devices than experts of a token.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,6 +37,7 @@ NUM_EXPERTS = 8  # of a mixture whose options do not say
 _PRODUCT = "product of experts"
 _PRODUCTS = jax.checkpoint_policies.save_only_these_names(_PRODUCT)
 _LARGEST_BLOCK = 512  # rows; each block reads its expert's kernel
+_ROOM = 1.25  # of a device for rows, in even shares of all rows
 _ROWS = 8  # a multiple of them is what JAX's kernels read
 
 
@@ -103,32 +107,36 @@ def mixture(
     weights, indices: [N, k], of all E = `num_experts`.
     limit: of the two factors, as of `product_of`.
   """
-  here = len(kernels[0])
-  if here == num_experts:
+  shards = num_experts // len(kernels[0])
+  if shards == 1:
     return _of_these(kernels, activation, limit, x, weights, indices)
   gathered = (jax.lax.all_gather(a, AXIS, tiled=True) for a in (x, weights, indices))
   x, weights, indices = gathered
-  indices = indices - here * jax.lax.axis_index(AXIS)
-  y = _of_these(kernels, activation, limit, x, weights, indices)
+  indices = indices - len(kernels[0]) * jax.lax.axis_index(AXIS)
+  y = _of_these(kernels, activation, limit, x, weights, indices, shards)
   return jax.lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
 
 
-def _of_these(kernels, activation, limit, x, weights, indices):
+def _of_these(kernels, activation, limit, x, weights, indices, shards=1):
   """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0."""
-  (N, k), count, dtype = indices.shape, len(kernels[0]), kernels[0].dtype
-  rows = N * k
+  rows, count, dtype = indices.size, len(kernels[0]), kernels[0].dtype
+  room = min(rows, math.ceil(_ROOM * rows / shards))
   # Counted, not sorted: XLA compiles each sort of a program by itself, for a second.
   is_of = indices.reshape(-1, 1) == jnp.arange(count)
   seen = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)
   sizes = seen[-1]
-  grouped_product = _grouped_product(rows, count, kernels[0].shape[1:], dtype)
+  grouped_product = _grouped_product(room, count, kernels[0].shape[1:], dtype)
   if grouped_product is not None:
-    first, places = jnp.cumsum(sizes) - sizes, -(-rows // _ROWS) * _ROWS
-    # The last expert multiplies the rows of other devices and of padding, too: zeros.
-    all_rows = sizes.at[-1].add(places - sizes.sum())
-    multiply = lambda x, kernel: grouped_product(*vary_alike((x, kernel, all_rows)))
+    first, groups = jnp.cumsum(sizes) - sizes, sizes
+    places_of = lambda rows: -(-rows // _ROWS) * _ROWS
+
+    def multiply(x, kernel, sizes):
+      # The last expert multiplies the rows of other devices and of padding, too: zeros.
+      all_rows = sizes.at[-1].add(len(x) - sizes.sum())
+      return grouped_product(*vary_alike((x, kernel, all_rows)))
   else:
-    first, places, multiply = _blocks(sizes, rows, dtype)
+    first, groups, places_of, multiply = _blocks(sizes, rows, room, dtype)
+  places = places_of(rows)
 
   row = jnp.arange(rows)
   target = jnp.sum(jnp.where(is_of, first + seen - 1, 0), axis=1)
@@ -136,21 +144,101 @@ def _of_these(kernels, activation, limit, x, weights, indices):
   target = jnp.where(is_of.any(1), target, places + row)
   source = (rows + jnp.arange(places)).at[target].set(row, mode="drop", unique_indices=True)
 
-  def product(rows, kernel):
-    return checkpoint_name(multiply(rows, kernel), _PRODUCT)
+  products = _Products(activation, limit, len(kernels) == 3, multiply)
+  arrays = jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x, weights
+  order = source, target, groups
+  if room == rows:
+    return products(order, *arrays)
+  fits = sizes.sum() <= room
+  return _in_room(products, places_of(room))(*vary_alike((fits, order, *arrays)))
 
-  @functools.partial(jax.checkpoint, policy=_PRODUCTS)
-  def outputs(into_kernel, down_kernel, x, weights):
-    copies = jnp.broadcast_to(x[:, None], (N, k, x.shape[-1])).reshape(rows, -1).astype(dtype)
-    into = product(_moved(copies, source, target), into_kernel)
-    hidden, *up = jnp.split(into, len(kernels) - 1, axis=-1)
-    hidden = product_of(activation, hidden, up[0], limit) if up else activation(hidden)
+
+class _Products(NamedTuple):
+  """The products of experts, and rows moved to the places of an order and back.
+
+  An order is (the row of each place, the place of each row, the groups of `multiply`).
+  """
+
+  activation: Callable[[jax.Array], jax.Array]
+  limit: float | None
+  is_gated: bool
+  multiply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+  def into(self, order, kernel, x):
+    """Gates and hidden channels [places, 2 F] of tokens."""
+    source, target, groups = order
+    k = len(target) // len(x)
+    copies = jnp.broadcast_to(x[:, None], (len(x), k, x.shape[-1])).reshape(len(target), -1)
+    return self.multiply(_moved(copies.astype(kernel.dtype), source, target), kernel, groups)
+
+  def out(self, order, into, kernel, weights):
+    """Outputs [N, D] of those, in the dtype of `weights`."""
+    source, target, groups = order
+    if self.is_gated:
+      gate, up = jnp.split(into, 2, axis=-1)
+      hidden = product_of(self.activation, gate, up, self.limit)
+    else:
+      hidden = self.activation(into)
     # Weighted here, where rows are narrow; then no gradient needs the last products.
-    hidden = _moved(weights.reshape(rows, 1), source, target) * hidden
-    y = _moved(product(hidden.astype(dtype), down_kernel), target, source)
-    return jnp.sum(y.reshape(N, k, -1).astype(weights.dtype), axis=1)
+    hidden = _moved(weights.reshape(-1, 1), source, target) * hidden
+    y = _moved(self.multiply(hidden.astype(kernel.dtype), kernel, groups), target, source)
+    return jnp.sum(y.reshape(*weights.shape, -1).astype(weights.dtype), axis=1)
 
-  return outputs(jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x, weights)
+  def __call__(self, order, into_kernel, down_kernel, x, weights):
+    """`out` of `into`, which is kept for the backward pass."""
+
+    @functools.partial(jax.checkpoint, policy=_PRODUCTS)
+    def outputs(into_kernel, down_kernel, x, weights):
+      into = checkpoint_name(self.into(order, into_kernel, x), _PRODUCT)
+      return self.out(order, into, down_kernel, weights)
+
+    return outputs(into_kernel, down_kernel, x, weights)
+
+
+def _in_room(products, places):
+  """`products` in the first `places`, where all rows fit, and in all places elsewhere.
+
+  Of both nothing is kept for the backward pass but the inputs, and gates and hidden channels in the
+  first `places`. Derived by JAX the branches would return copies of their inputs, too.
+  """
+
+  def of_room(order):
+    return order[0][:places], *order[1:]
+
+  def forward(fits, order, *arrays):
+    def in_room(order, into_kernel, down_kernel, x, weights):
+      order = of_room(order)
+      into = products.into(order, into_kernel, x)
+      return products.out(order, into, down_kernel, weights), into
+
+    def in_all(order, *arrays):
+      into_kernel = arrays[0]
+      none = jnp.zeros((places, into_kernel.shape[-1]), into_kernel.dtype)
+      return vary_alike((products(order, *arrays), none))
+
+    y, into = jax.lax.cond(fits, in_room, in_all, order, *arrays)
+    return y, (fits, order, into, arrays)
+
+  def backward(residuals, cotangent):
+    fits, order, into, arrays = residuals
+
+    def in_room(cotangent, into, order, into_kernel, down_kernel, x, weights):
+      order = of_room(order)
+      out = functools.partial(products.out, order)
+      into_bar, down_bar, weights_bar = jax.vjp(out, into, down_kernel, weights)[1](cotangent)
+      of_into = jax.vjp(functools.partial(products.into, order), into_kernel, x)[1]
+      into_kernel_bar, x_bar = of_into(into_bar)
+      return into_kernel_bar, down_bar, x_bar, weights_bar
+
+    def in_all(cotangent, into, order, *arrays):
+      return jax.vjp(functools.partial(products, order), *arrays)[1](cotangent)
+
+    gradients = jax.lax.cond(fits, in_room, in_all, cotangent, into, order, *arrays)
+    return *no_gradient((fits, order)), *gradients
+
+  outputs = custom_vjp(lambda *given: forward(*given)[0])
+  outputs.defvjp(forward, backward)
+  return outputs
 
 
 def _grouped_product(rows, count, widths, dtype):
@@ -166,24 +254,24 @@ def _grouped_product(rows, count, widths, dtype):
   return None
 
 
-def _blocks(sizes, rows, dtype):
-  """(the place of each expert's first row, number of places, product) in blocks of one expert."""
+def _blocks(sizes, rows, room, dtype):
+  """(place of each expert's first row, groups, places of rows, product) in blocks of one expert."""
   count = len(sizes)
   # Blocks that are half full on average have few rows of padding, and few blocks read a kernel.
-  size = min(_LARGEST_BLOCK, 1 << max(0, rows // count - 1).bit_length())
-  num_blocks = min(rows, rows // size + count)
+  size = min(_LARGEST_BLOCK, 1 << max(0, room // count - 1).bit_length())
+  num_blocks = lambda rows: min(rows, rows // size + count)
   of_expert = -(-sizes // size)  # blocks
   last = jnp.cumsum(of_expert)
-  owner = jnp.searchsorted(last, jnp.arange(num_blocks), side="right")  # count: an unused block
-  is_of = (owner[:, None] == jnp.arange(count)).astype(dtype)
+  owner = jnp.searchsorted(last, jnp.arange(num_blocks(rows)), side="right")  # count: unused
 
-  def product(x, kernel):
+  def product(x, kernel, owner):
     """With copies of the kernel of each block's expert; their gradients are summed in order."""
-    blocks = x.reshape(num_blocks, size, -1)
+    blocks = x.reshape(-1, size, x.shape[-1])
+    is_of = (owner[: len(blocks), None] == jnp.arange(count)).astype(dtype)
     result = jnp.einsum("brd,bdf->brf", blocks, jnp.einsum("be,edf->bdf", is_of, kernel))
     return result.reshape(len(x), -1)
 
-  return size * (last - of_expert), num_blocks * size, product
+  return size * (last - of_expert), owner, lambda rows: size * num_blocks(rows), product
 
 
 @custom_vjp

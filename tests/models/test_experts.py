@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lnssm_jax.models import MixtureOfExperts
+from lnssm_jax.models import MixtureOfExperts, experts
 from lnssm_jax.models.experts import AXIS, Router, mixture
 from lnssm_jax.models.settings import params_of
 
@@ -157,17 +157,36 @@ def test_experts_with_a_row_more_than_their_blocks_drop_none():
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_in_four_shards_are_those_of_one():
+def test_experts_in_four_shards_are_those_of_one_with_more_rows_than_room_too(monkeypatch):
+  """Of 16 rows each shard has 4, and room for 5; or the first has 13. Gradients too."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  kernels = normal(4, D, F), normal(4, D, F), normal(4, F, D)
-  given = normal(8, D), normal(8, 2), jnp.asarray(rng.integers(0, 4, (8, 2)))
-  run = lambda kernels, *given: mixture(kernels, jax.nn.silu, *given, 4)
-  divided = lambda x: x.reshape(4, -1, *x.shape[1:])
-  shards = jax.vmap(run, axis_name=AXIS)
-  both = lambda: (shards(*jax.tree.map(divided, (kernels, *given))), run(kernels, *given))
-  got, want = jax.jit(both)()
-  np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-5, atol=1e-5)
+  kernels = rng.normal(size=(E, D, F)), rng.normal(size=(E, D, F)), rng.normal(size=(E, F, D))
+  x, weights, cotangent = rng.normal(size=(8, D)), rng.random((8, 2)), rng.normal(size=(8, D))
+  even = np.int32([[n, (n + 1) % E] for n in range(8)])
+  uneven = np.int32([[0, 1 if n < 5 else n] for n in range(8)])
+  divided = lambda tree: jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tree)
+
+  def one(kernels, x, weights, indices):
+    return mixture(kernels, jax.nn.silu, x, weights, indices, E)
+
+  def shards(kernels, x, weights, indices):
+    given = divided((kernels, x, weights, indices))
+    return jax.vmap(one, axis_name=AXIS)(*given).reshape(x.shape)
+
+  def gradients(run, indices):
+    y, back = jax.vjp(lambda *given: run(*given, indices), kernels, x, weights)
+    return y, back(cotangent)
+
+  with jax.enable_x64(True):
+    found = jax.jit(lambda indices: (gradients(shards, indices), gradients(one, indices)))
+    for indices in (even, uneven):
+      for got, want in zip(*map(jax.tree.leaves, found(indices)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+  # In room for all rows are NaN from here on.
+  all_rows = lambda _, order, into_kernel, down_kernel, x, weights: jnp.full_like(x, np.nan)
+  monkeypatch.setattr(experts._Products, "__call__", all_rows)
+  y = jax.jit(shards)(*jax.tree.map(np.float32, (kernels, x, weights)), even)
+  assert np.isfinite(y).all()
 
 
 @pytest.mark.parametrize(
