@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import sampling
-from lnssm_jax.generate import AnyModel, apart, checked, decode
+from lnssm_jax.generate import AnyModel, apart, begun, checked, decode
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.prefill import default_prefill_chunk, extend
 from lnssm_jax.sampling import SamplingOptions
@@ -129,7 +129,7 @@ class Slots:
     self._prefixes = _Prefixes(prefix_memory)
     vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
     self._empty = empty(1)
-    states = apart(empty(size), self.model.num_layers)
+    states, self._weights = begun(self.model, empty(size))
     keys = jax.random.split(jax.random.key(0), size)
     self._device = (
       states,
@@ -278,6 +278,7 @@ class Slots:
     limits = sampling.Limits(*(values.copy() for values in self._limits))
     states, logits, new, steps = decode(
       self.model,
+      self._weights,
       states,
       logits,
       seen if choice.penalized else None,

@@ -188,7 +188,7 @@ def test_row_draws_by_its_own_seed_and_by_limits_that_stay_as_they_are(idle, mon
     assert tuple(int(x[0]) for x in called.value.args[4]) == want
     with pytest.raises(Called) as called:
       idle._draw()
-    limits = called.value.args[6]
+    limits = called.value.args[7]
     assert not any(map(np.shares_memory, limits, idle._limits))
     idle._free.append(idle._drawing.pop(row).slot)
 
