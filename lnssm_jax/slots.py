@@ -25,8 +25,11 @@ from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.prefill import default_prefill_chunk, extend
 from lnssm_jax.sampling import SamplingOptions
 
-# Tokens of each row per call of the device: a text joins or leaves after so many.
-_STEPS = 8
+# Tokens of each row that a program draws, and programs of a call, after which texts join or leave.
+# A call is one program until so many tokens after a text has left, as its client may ask again.
+_STEPS, _PROGRAMS, _SOON = 2, 4, 32
+# Prompts that wait for no others: all rows wait while one is read, and 16 take little longer.
+_TOGETHER = 16
 # Prompts that new ones are compared with, and what they must have in common to keep its state.
 _RECENT, _SHORTEST_SHARED = 32, 16
 
@@ -76,6 +79,7 @@ class _Reading:
 
   read: _Read
   ends: list[int]
+  waited: bool = False  # for others
 
   def next_piece(self, chunk: int) -> tuple[int, int]:
     """(tokens with padding, tokens) that are read next, or (0, 0) if all are; few sizes in all."""
@@ -99,7 +103,7 @@ class _Call(NamedTuple):
   """A call of the device that draws tokens of these rows."""
 
   slots: dict[Row, int]
-  steps: Any  # as of `generate.decode`
+  steps: list[Any]  # of each program, as of `generate.decode`
 
 
 class Slots:
@@ -126,6 +130,7 @@ class Slots:
     self._reading: dict[Row, _Reading] = {}
     self._drawing: dict[Row, _Place] = {}
     self._call: _Call | None = None  # whose tokens the host has not read
+    self._since = 0  # tokens since a row has left its slot
     self._prefixes = _Prefixes(prefix_memory)
     vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
     self._empty = empty(1)
@@ -171,12 +176,14 @@ class Slots:
     """
     for row in [row for row in self.rows if row.cancelled]:
       self._leave(row)
-    self._read()
+    if not self._gathers():
+      self._read()
     call = self._call or self._draw()
     self._call = self._draw()
     if call is None:
       return []
-    tokens, _, broken = jax.device_get(call.steps)
+    drawn = jax.device_get([(tokens, broken) for tokens, _, broken in call.steps])
+    tokens, broken = map(np.concatenate, zip(*drawn, strict=True))
     places = [(row, slot) for row, slot in call.slots.items() if row in self._drawing]
     return [self._of_row(row, tokens[:, slot], broken[:, slot]) for row, slot in places]
 
@@ -186,6 +193,17 @@ class Slots:
     place = self._drawing.pop(row, None)
     if place and place.asked < row.options.max_tokens:
       self._free.append(place.slot)
+      self._since = 0
+
+  def _gathers(self) -> bool:
+    """Whether prompts that have come wait for one short call, for others to be read with them."""
+    reading = self._reading.values()
+    few = len(reading) < min(_TOGETHER, len(self._free))
+    short = self._call is not None and len(self._call.steps) == 1
+    gathers = few and short and not any(each.waited for each in reading)
+    for each in reading:
+      each.waited = True
+    return gathers
 
   def _read(self) -> None:
     """Reads at most a chunk of each prompt, those of equal pieces at once."""
@@ -267,29 +285,38 @@ class Slots:
     vocabulary = self.model.vocab_size
     choices = [sampling.choice_of(row.options, vocabulary, False) for row in rows]
     choice = sampling.common_choice(choices, vocabulary)
+    most = max(row.options.max_tokens - place.asked for row, place in rows.items())
+    soon = self._free and self._since < _SOON
+    count = _STEPS * (1 if soon else min(_PROGRAMS, -(-most // _STEPS)))
+    self._since += count
     first = np.zeros(self.size, np.int32)
     for row, place in rows.items():
       first[place.slot] = place.asked
-      place.asked += _STEPS
+      place.asked += count
       if place.asked >= row.options.max_tokens:  # the device begins no other row there before
         self._free.append(place.slot)
+        self._since = 0
     states, logits, seen, keys = self._device
     # Copies, because the host changes its arrays while the call may still wait.
     limits = sampling.Limits(*(values.copy() for values in self._limits))
-    states, logits, new, steps = decode(
-      self.model,
-      self._weights,
-      states,
-      logits,
-      seen if choice.penalized else None,
-      keys,
-      first,
-      limits,
-      choice=choice,
-      steps=_STEPS,
-    )
-    self._device = states, logits, new if choice.penalized else seen, keys
-    return _Call({row: place.slot for row, place in rows.items()}, steps)
+    calls = []
+    for number in range(0, count, _STEPS):
+      states, logits, new, steps = decode(
+        self.model,
+        self._weights,
+        states,
+        logits,
+        seen if choice.penalized else None,
+        keys,
+        first + number,
+        limits,
+        choice=choice,
+        steps=_STEPS,
+      )
+      seen = new if choice.penalized else seen
+      calls.append(steps)
+    self._device = states, logits, seen, keys
+    return _Call({row: place.slot for row, place in rows.items()}, calls)
 
   def _of_row(self, row: Row, tokens: np.ndarray, broken: np.ndarray) -> Drawn:
     tokens = tokens[: row.options.max_tokens - row.drawn]
