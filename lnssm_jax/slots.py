@@ -298,7 +298,7 @@ class Slots:
         self._since = 0
     states, logits, seen, keys = self._device
     # Copies, because the host changes its arrays while the call may still wait.
-    limits = sampling.Limits(*(values.copy() for values in self._limits))
+    limits = jax.device_put(sampling.Limits(*(values.copy() for values in self._limits)))
     calls = []
     for number in range(0, count, _STEPS):
       states, logits, new, steps = decode(
