@@ -267,6 +267,9 @@ def _family_for(
     mixer = family.constants.get("mixer")  # None: a pattern
     if mixer != settings["mixer"] and (mixer or isinstance(settings["mixer"], str)):
       continue
+    rows = {name.split(".")[1] for name in family.rows if name.startswith("blocks.")}
+    if mixer is None and "mixer" not in rows and {*settings["mixer"]} - rows - {"none"}:
+      continue  # a pattern of others, of which the first error says nothing
     explicit = _explicit(settings)
     try:
       config = family.config(explicit)

@@ -473,6 +473,16 @@ def test_save_of_a_model_that_no_family_has_says_why(tmp_path):
     hugging_face.save(tmp_path / "out", loaded.model, changed, layout="hf")
   with pytest.raises(ExportError, match="no family has this mixer"):
     hugging_face.save(tmp_path / "out", loaded.model, settings | {"mixer": "s4"}, layout="hf")
+  options = {"softmax_attention": settings["mixer_options"], "gla": {"norm_eps": 1e-6}}
+  pattern = settings | {"mixer": ("gla", "softmax_attention"), "mixer_options": options}
+  # And not of the tables of other mixers, which have no heads here.
+  with pytest.raises(
+    ExportError, match=r"here and there: .*mixer_options\.1\.soft_cap: 30\.0, None"
+  ):
+    hugging_face.save(tmp_path / "out", loaded.model, pattern, layout="fla")
+  with pytest.raises(ExportError, match="no family has this mixer"):
+    pattern |= {"mixer": ("kda", "softmax_attention")}
+    hugging_face.save(tmp_path / "out", loaded.model, pattern, layout="fla")
   with pytest.raises(ExportError, match=r"no mixer; give those of the model: loaded\.settings"):
     hugging_face.save(tmp_path / "out", loaded.model, loaded.settings, layout="hf")
   with pytest.raises(ExportError, match="layout='gguf' is unknown"):
