@@ -9,8 +9,8 @@ and reset the recurrent state there. Three places need it, and each has one func
 * inside a kernel, per token: `reset`, for the state and, in a backward pass, for its cotangent;
 * between the splits of a sequence, in XLA: `in_splits`, where nothing passes a split with a first
   token in it;
-* on the way into a kernel: `as_flags` for kernels that load tokens through SMEM, one int32 per
-  token; `pack_bits` and `bit` for kernels that load them from GMEM, one word per few tokens.
+* on the way into a kernel: `pack_bits` and `bit`, one word per few tokens, which is loaded ahead of
+  them; `as_flags`, one int32 per token, next to what else kernels copy to SMEM per token.
 
 Most chunks have no first token, and those are computed without a look at each token's flag.
 """

@@ -27,15 +27,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.core import device, tuning
+from pallas_kernels.core import boundaries, device, tuning
 from pallas_kernels.core.wgmma import Backend, store_unoptimized
 
 CHANNELS = 128  # per CTA, one per thread
-FLAG_BLOCK = 32  # flags per copy: 128 bytes, the least that TMA moves
-COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+WORD = 32  # tokens whose flags fit in one int32
+# No thread reads what another stores but by a copy, and every barrier is written out: JAX adds two
+# to each store, 70 to a chunk.
+COMPILER_PARAMS = plgpu.CompilerParams(
+  lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 _ROW_LAYOUT = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
-_RESERVED = 27 * 1024  # bytes of SMEM for barriers and flags
-_FLAGS = 4 * FLAG_BLOCK + 16  # bytes of a stage: flags of first tokens, barriers
+_RESERVED = 27 * 1024  # bytes of SMEM for barriers
+_BARRIERS = 16  # bytes of a stage
 _REDUCTIONS = 2048  # bytes of SMEM for sums that cross warps
 _MAX_STAGES = 8
 _MIN_SPLIT = 256  # tokens
@@ -52,8 +56,8 @@ class PipelineConfig:
   stages: int  # chunks of the streams in SMEM: one is computed while the others are copied
 
   def __post_init__(self):
-    if self.chunk < 1 or FLAG_BLOCK % self.chunk:
-      raise ValueError(f"chunk={self.chunk} must divide {FLAG_BLOCK}, the tokens of a flag copy.")
+    if self.chunk < 1 or WORD % self.chunk:
+      raise ValueError(f"chunk={self.chunk} must divide {WORD}: its flags are bits of an int32.")
     if self.stages < 1:
       raise ValueError(f"stages={self.stages}: not one chunk of {self.chunk} tokens fits in SMEM.")
 
@@ -89,7 +93,7 @@ class ScanConfig:
       config = getattr(self, name)
       row = config.chunk * CHANNELS
       streams = int(row * (config.stages * bytes_in + 2 * bytes_out))
-      sizes[name] = streams + config.stages * _FLAGS + _REDUCTIONS
+      sizes[name] = streams + config.stages * _BARRIERS + _REDUCTIONS
     return sizes
 
   def check(self, shape: Any) -> None:
@@ -124,8 +128,8 @@ def num_splits(batch: int, channels: int, length: int) -> int:
 
 
 def padded_length(length: int, num_splits: int) -> int:
-  """Tokens that the kernels run: every split has the same whole number of flag copies."""
-  block = FLAG_BLOCK * num_splits
+  """Tokens that the kernels run: every split has the same whole number of chunks of any size."""
+  block = WORD * num_splits
   return -(-length // block) * block
 
 
@@ -207,7 +211,7 @@ def pipeline(
       whether token t of the chunk is the first of a document.
     carry: arrays in registers.
     streams_gmem: tree of references, [T, 128] each, or [T / chunk, n, 128]: n rows per chunk.
-    first_gmem: [T], of `boundaries.as_flags`, or None: then `is_first` is None.
+    first_gmem: [T / chunk], of `boundaries.pack_bits`, or None: then `is_first` is None.
     results_smem: tree of `result_smem`.
     results_gmem: the same tree of references [T, 128].
     skips: whether `is_first` is None also in chunks where no document begins, at the price of
@@ -223,23 +227,18 @@ def pipeline(
     else:
       spec = plgpu.BlockSpec((C, CHANNELS), lambda n: (start // C + chunk_at(n), 0))
     specs.append(spec)
-  if first_gmem is not None:
-    specs.append(
-      plgpu.BlockSpec((FLAG_BLOCK,), lambda n: ((start + chunk_at(n) * C) // FLAG_BLOCK,))
-    )
-    sources.append(first_gmem)
   targets = jax.tree.leaves(results_gmem)
+
+  def load_word(n):
+    """The flags of chunk n, in GMEM: they come while the chunk before is computed."""
+    return None if first_gmem is None else first_gmem[start // C + chunk_at(n)]
 
   def step(index, *args):
     (n,) = index
-    *arrived, carry = args
+    *arrived, (word, carry) = args
     first_token = start + chunk_at(n) * C
-    is_first = begins = None
-    if first_gmem is not None:
-      *arrived, flags_smem = arrived
-      offset = lax.rem(first_token, FLAG_BLOCK)
-      is_first = lambda t: flags_smem[offset + t] > 0
-      begins = lambda: flags_smem[offset] != 0
+    later_word = load_word(jnp.minimum(n + 1, num_chunks - 1))
+    is_first = None if word is None else functools.partial(boundaries.bit, word)
     slot = lax.rem(n, 2)
     if targets:
       backend.wait_copies(1)
@@ -248,21 +247,21 @@ def pipeline(
     compute = lambda is_first: functools.partial(
       compute_chunk, first_token, streams_smem, is_first, slots_smem
     )
-    if skips and begins is not None:
-      carry = lax.cond(begins(), compute(is_first), compute(None), carry)
+    if skips and word is not None:
+      carry = lax.cond(word != 0, compute(is_first), compute(None), carry)
     else:
       carry = compute(is_first)(carry)
     # Also orders the reads above before the next copies into the same slots.
     tokens = pl.ds(first_token, C)
     pairs = zip(jax.tree.leaves(slots_smem), targets, strict=True)
     backend.start_copies([(slot_smem, target.at[tokens]) for slot_smem, target in pairs])
-    return carry
+    return later_word, carry
 
-  carry = backend.pipeline(
+  _, carry = backend.pipeline(
     step,
     grid=(num_chunks,),
     max_concurrent_steps=min(config.stages, num_chunks),
-    init_carry=carry,
+    init_carry=(load_word(0), carry),
     in_specs=specs,
   )(*sources)
   backend.wait_copies(wait_read_only=False)

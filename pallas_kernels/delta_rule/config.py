@@ -98,9 +98,9 @@ class Config:
     for name, config in (("forward", self.forward), ("reverse", self.reverse)):
       tile = bf16 * C * config.value_tile
       stage = bf16 * keys * C * K + pairs + tile + table + 4 * C
-      more = tile if name == "forward" else 2 * pairs  # outputs or scores
-      if shape.channels:  # scores are loaded
-        stage, more = stage + pairs, tile if name == "forward" or shape.write_key else 0
+      if shape.channels or name == "reverse":  # scores
+        stage += pairs
+      more = tile if name == "forward" or shape.write_key else 0  # outputs
       if shape.write_key:  # with its scores and what it adds to the systems
         stage += bf16 * C * K + 2 * pairs
       handed = bf16 * K * config.value_tile + tile + more

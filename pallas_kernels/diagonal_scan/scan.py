@@ -117,8 +117,8 @@ def forward_kernel(
     for ref, y in zip(outs.decay_product, product or (), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], y)
 
-  flags = boundaries.as_flags(first, config.chunk)
-  inputs = _ForwardInputs(streams, decay if is_constant else (), initial, flags)
+  words = boundaries.pack_bits(first, config.chunk)
+  inputs = _ForwardInputs(streams, decay if is_constant else (), initial, words)
   smem = tuple(grid.result_smem(config.chunk, dtype) for dtype in out_dtypes)
   return grid.launch("diagonal_scan_forward", body, inputs, out_type, smem, (B, D, P), backend)
 
@@ -280,8 +280,8 @@ def backward_kernel(
     for ref, y in zip(outs.d_decay, total, strict=False):  # none unless the decay is a constant
       grid.store_row_gmem(ref.at[b, split, at], y)
 
-  flags = boundaries.as_flags(first, config.chunk)
-  inputs = _BackwardInputs(streams, decay if is_constant else (), out, initial, d_last, flags)
+  words = boundaries.pack_bits(first, config.chunk)
+  inputs = _BackwardInputs(streams, decay if is_constant else (), out, initial, d_last, words)
   smem = jax.tree.map(lambda dtype: grid.result_smem(config.chunk, dtype), dtypes)
   return grid.launch("diagonal_scan_backward", body, inputs, out_type, smem, (B, D, P), backend)
 

@@ -206,8 +206,8 @@ def backward_kernel(
   smem = None
   if outputs:
     smem = _KeyValueGradients(*(grid.result_smem(config.chunk, x.dtype) for x in (k, v)))
-  flags = boundaries.as_flags(first, config.chunk)
-  inputs = _KernelInputs(_Streams(k, v, d_out, chunk_states), decay_rate, bonus, d_last, flags)
+  words = boundaries.pack_bits(first, config.chunk)
+  inputs = _KernelInputs(_Streams(k, v, d_out, chunk_states), decay_rate, bonus, d_last, words)
   return grid.launch("wkv4_backward", body, inputs, out_type, smem, (B, D, P), backend)
 
 

@@ -110,6 +110,6 @@ def forward_kernel(
     for ref, row in zip(outs.last, state.rows(), strict=True):
       grid.store_row_gmem(ref.at[b, split, at], row)
 
-  inputs = _KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.as_flags(first, C))
+  inputs = _KernelInputs(_Streams(k, v), decay_rate, bonus, initial, boundaries.pack_bits(first, C))
   smem = grid.result_smem(C, v.dtype) if outputs else None
   return grid.launch("wkv4_forward", body, inputs, out_type, smem, (B, D, P), backend)

@@ -251,10 +251,10 @@ class _Chunk:
     plgpu.copy_gmem_to_smem(of_state(gmem.states), smem.state, barriers[0])
     table = gmem.tables.at[at.batch, shared_head(at.head, self.heads, gmem.tables, axis=1)]
     rate = load_row_vector(table.at[at.chunk, 0])
+    self.document_states = gmem.documents.load_states(at)
     for n, _ in present:
       plgpu.barrier_wait(smem.arrived_barrier.at[n])
     plgpu.barrier_wait(barriers[0])
-    self.document_states = gmem.documents.load_states(at)
     own = self._store_pairs()
     y = transpose_ref(tiles.y)
     from_out, from_y = backend.dots(Dots([(tiles.d_out, smem.state)]), Dots([(y, smem.state)]))

@@ -167,7 +167,7 @@ def chunk_inverses(
     for number, (source, target) in enumerate(zip([gmem.k, gmem.erase_key], keys, strict=False)):
       source = source.at[at.batch, at.tokens, shared_head(at.head, H, source)]
       plgpu.copy_gmem_to_smem(source, target, smem.arrived_barrier.at[number])
-    mask = gmem.documents.mask(at, causal_mask(C, strict=True))
+    states = gmem.documents.load_states(at)
     _fill_table(smem.tables, at, gmem, backend)
     plgpu.commit_smem()
     of_chunk = outs.tables.at[at.batch, at.head, at.chunk]
@@ -178,10 +178,11 @@ def chunk_inverses(
     lag = broadcast_rows(load_row_vector(cumulative), (C, C)) - broadcast_cols(
       load_col_vector(cumulative), (C, C)
     )
-    weight = jnp.where(mask, jnp.exp(lag) * rate, 0.0)
+    weight = jnp.where(causal_mask(C, strict=True), jnp.exp(lag) * rate, 0.0)
     for number in range(present):
       plgpu.barrier_wait(smem.arrived_barrier.at[number])
     lower = backend.dot(keys[-1], transpose_ref(keys[0])) * weight
+    lower = gmem.documents.mask_scores(at, lower, states)
     inverse = triangular_inverse(lower, smem.blocks, tiles, smem.lhs, backend)
     smem.out[...] = inverse.astype(jnp.bfloat16)
     store_outputs([(smem.out, outs.inverse.at[at.batch, at.head, at.tokens])])

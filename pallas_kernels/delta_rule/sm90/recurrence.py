@@ -112,12 +112,14 @@ class Stage(NamedTuple):
 
   def scores(self, backend: Backend) -> jax.Array:
     """[C, C] float32: P."""
-    C = self.inverse.shape[-1]
-    mask = causal_mask(C)
-    if self.segment_ids is not None:
-      mask = mask & equal_mask(self.segment_ids)
     products = backend.dot(self.q, transpose_ref(self.k))
-    return products * jnp.where(mask, decay_between_tokens(self.tables.at[CUMULATIVE]), 0.0)
+    mask = causal_mask(self.inverse.shape[-1])
+    scores = products * jnp.where(mask, decay_between_tokens(self.tables.at[CUMULATIVE]), 0.0)
+    if self.segment_ids is None:
+      return scores
+    masked = lambda: jnp.where(equal_mask(self.segment_ids), scores, 0.0)
+    # No state passes a chunk where a document begins; in others nobody looks at its tokens.
+    return lax.cond(self.tables[DECAY, 0] == 0.0, masked, lambda: scores)
 
 
 class Results(NamedTuple):
@@ -135,7 +137,7 @@ class _Tiles(NamedTuple):
   states: Any  # [BV, K]: S or A
   corrections: Any  # [BV, C]: x or y
   out: Any = None  # [C, BV]; of the epilogue alone
-  scores: Any = None  # [2, C, C]; in reverse, from the epilogue to the consumers
+  scores: Any = None  # [stages, C, C]; in reverse, from the epilogue to the consumers
 
 
 class _HandOver(NamedTuple):
@@ -232,15 +234,12 @@ def _reverse_step(backend: Backend, chunk: int):
   shape = TILE_WIDTH, chunk
 
   def step(cta: _Consumer, adjoint):
-    stage, scores = cta.stage, cta.scores()
-    d_out = transpose_ref(stage.v)
+    stage, d_out = cta.stage, transpose_ref(cta.stage.v)
     work = lambda: stage.cols(AFTER, shape)
-    wide = adjoint.shape[1] > _WIDEST_READ  # registers do not hold one more sum
-    of_out = [] if wide else [Dots([(d_out, scores)])]
-    after, from_state, *from_out = _read(backend, cta, adjoint, stage.k, work, *of_out)
-    right = from_state * after
-    right = backend.dot(d_out, scores, right) if wide else right + from_out[0]
-    right = cta.lhs(1, right)
+    # Registers do not hold a sum of its own for what comes through the outputs: the compiler would
+    # let all products run one by one. And the scores have more time.
+    after, from_state = _read(backend, cta, adjoint, stage.k, work)
+    right = cta.lhs(1, backend.dot(d_out, cta.scores(), from_state * after))
 
     def meanwhile():
       before = stage.cols(BEFORE, shape)
@@ -394,13 +393,17 @@ def reverse_recurrence(
       if writes:
         stage = cta.stage(n)
         cta.pipeline.wait_loaded(n)
-      else:
+      if store:
+        cta.wait_filled.states()
+        cta.store.states(n)
+      if not writes:
         # Those of the next chunk; a loop, for a conditional product would delay all others.
         lax.fori_loop(n + 1, jnp.minimum(n + 1, last) + 1, lambda n, _: compute_scores(n), None)
       if not store:
         return
-      cta.wait_filled.states()
-      cta.store.states(n)
+      if not writes:  # the states have left while scores were computed
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        cta.release.states()
       if writes:
         of_state = stage.write_key, transpose_ref(tiles.states)
         of_out = transpose_ref(stage.write_scores), stage.v.at[0]
@@ -410,9 +413,8 @@ def reverse_recurrence(
       if writes:
         lower, y = transpose_ref(stage.write_lower), transpose_ref(tiles.corrections)
         d_values = backend.dot(lower, y, start=d_values)
-      plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the last gradients have left, too
-      cta.release.states()
-      if writes:
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the last gradients have left, too
+        cta.release.states()
         tiles.out[...] = (d_values * scale).astype(jnp.bfloat16)
         plgpu.commit_smem()  # also behind the last reading of the stage
         cta.pipeline.release(n)
@@ -570,7 +572,7 @@ class _Run(NamedTuple):
         states=smem_tile(BV, K) if self.handed else None,
         corrections=smem_tile(BV, C) if self.handed else None,
         out=smem_tile(C, BV) if self.stored.out else None,
-        scores=smem_tile(2, C, C) if scored else None,
+        scores=pairs if scored else None,
       ),
       barriers=PipelineBarriers(
         loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -578,7 +580,7 @@ class _Run(NamedTuple):
       ),
       filled=_HandOver(*[plgpu.Barrier(num_arrivals=consumers)] * 2) if self.handed else None,
       free=_HandOver(*[plgpu.Barrier()] * 2) if self.handed else None,
-      scores_barrier=plgpu.Barrier(num_barriers=2) if scored else None,
+      scores_barrier=plgpu.Barrier(num_barriers=stages) if scored else None,
       lhs=None if self.backend.interpret is None else smem_tile(consumers + 1, 4, C, max(K, C)),
       done_barrier=plgpu.Barrier(num_arrivals=consumers + 2),
     )
@@ -687,7 +689,7 @@ class _Cta:
       def scores():
         if stage.pairs is not None:
           return stage.pairs
-        slot = lax.rem(n, 2)
+        slot = self.pipeline.slot(n)
         plgpu.barrier_wait(smem.scores_barrier.at[slot])
         return smem.tiles.scores.at[slot]
 
@@ -732,7 +734,7 @@ class _Cta:
     )
 
     def give_scores(n, value):
-      slot = lax.rem(n, 2)
+      slot = self.pipeline.slot(n)
       smem.tiles.scores.at[slot][...] = value.astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.barrier_arrive(smem.scores_barrier.at[slot])
