@@ -86,7 +86,7 @@ def test_tensor_sums_gradients_of_each_token_shifted_stream():
 
 
 def test_experts_are_gathered_again_where_layers_are_recomputed():
-  """Inputs of tokens of 8 devices in bfloat16, outputs in float32; backward the reverse."""
+  """Tokens of 8 devices in bfloat16, outputs in float32; backward all in bfloat16."""
   options = ["model.channel_mixer=moe", "model.channel_mixer_options={}", "model.num_layers=2"]
   for remat, forward in (("none", 1), ("full", 2)):
     cfg = apply_overrides(LARGE, [*options, f"model.remat={remat}"])
@@ -95,7 +95,7 @@ def test_experts_are_gathered_again_where_layers_are_recomputed():
     inputs, outputs = (8 * size * 1000 * cfg.model.dim for size in (2, 4))
     assert of_experts == [
       ("gather", 2 * forward, inputs),
-      ("gather", 2, outputs),
+      ("gather", 2, inputs),
       ("scatter", 2 * forward, outputs),
       ("scatter", 2, inputs),
     ]

@@ -213,9 +213,10 @@ class Scaling:
     yield Collective("scatter", ("sequence",), model.num_layers, states)
     # The last tokens, to a neighbor.
     yield Collective("gather", ("sequence",), model.num_layers * (2 + again), 0)
-    # Inputs of experts are gathered and float32 outputs scattered; backward the reverse.
+    # Inputs of experts are gathered and float32 outputs scattered; backward cotangents of outputs,
+    # which XLA gathers in the dtype of activations, and of inputs.
     inputs, outputs = mesh["expert"] * activations, mesh["expert"] * 4 * tokens * model.dim
-    for kind, forward, backward in (("gather", inputs, outputs), ("scatter", outputs, inputs)):
+    for kind, forward, backward in (("gather", inputs, inputs), ("scatter", outputs, inputs)):
       yield Collective(kind, ("expert",), experts * (1 + again), forward)
       yield Collective(kind, ("expert",), experts, backward)
 
