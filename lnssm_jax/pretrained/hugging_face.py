@@ -130,6 +130,9 @@ def settings_of(folder: str | Path, *, max_length: int | None = None) -> dict[st
   Arguments and errors are those of `load`.
   """
   folder = Path(folder)
+  if folder.is_file():
+    family, config = _of_file(folder, folders.Tensors(folder))
+    return family.settings(config)
   return _of_config(folder, folders.config(folder), max_length)[1]
 
 
@@ -203,7 +206,7 @@ def save_adapter(
   scale: float,
   model_type: str | None = None,
 ) -> None:
-  """Writes low-rank corrections (LoRA) of a model of transformers as a folder that PEFT opens.
+  """Writes low-rank corrections (LoRA) of a model of transformers or fla as a folder of PEFT.
 
   Args:
     folder: a new one, or an empty one.
@@ -212,7 +215,7 @@ def save_adapter(
     scale: of the products a b.
 
   Raises:
-    ExportError: transformers has no such model, a kernel is no matrix there, the factors or their
+    ExportError: neither has such a model, a kernel is no matrix there, the factors or their
       scale are not those of the model, or the folder is not empty.
   """
   folder = Path(folder)
@@ -232,14 +235,19 @@ def save_adapter(
         f"the factors of {name} have the shapes {found}, but its matrix has"
         f" {(*lead, rows, columns)}; give a [..., in, r] and b [..., r, out]."
       )
-  family, _ = _family_for(settings, "hf", model_type)
+  family = _adapted(settings, model_type)
   adapters.write(folder, family, _explicit(settings), factors, scale)
 
 
 def check_adapter(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
   """Raises the ExportError of `save_adapter` for factors of kernels of these shapes."""
-  family, _ = _family_for(settings, "hf", None)
-  adapters.check(family, _explicit(settings), shapes)
+  adapters.check(_adapted(settings, None), _explicit(settings), shapes)
+
+
+def _adapted(settings: Mapping[str, Any], model_type: str | None) -> Family:
+  """The family whose modules PEFT adapts: of transformers, or else of fla."""
+  layout = next((x for x in ("hf", "fla") if x in exportable(settings)), "hf")
+  return _family_for(settings, layout, model_type)[0]
 
 
 def exportable(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -32,8 +32,8 @@ class WorldTokenizer:
   end_of_text = 0
   added = Added()
 
-  def __init__(self, path: str | Path):
-    self.spec = str(path)
+  def __init__(self, path: str | Path, spec: str | None = None):
+    self.spec = spec or str(path)
     with reading(path):
       raw = read_bytes(path, _MOST_BYTES, follow_links=True)
     try:

@@ -93,11 +93,7 @@ def test_saved_factors_are_the_corrections_that_are_loaded(tmp_path):
 
 @pytest.mark.parametrize(
   "case",
-  [
-    pytest.param(case, marks=[pytest.mark.slow] * (case != "bailing_hybrid"))
-    for case in CASES
-    if not case.startswith("fla_")
-  ],
+  [pytest.param(case, marks=[pytest.mark.slow] * (case != "bailing_hybrid")) for case in CASES],
 )
 def test_factors_of_every_family_are_those_of_its_own_matrices(case):
   """Also where a matrix of theirs has its rows in another order, as that of Ling's latents."""

@@ -14,9 +14,11 @@ import pytest
 import lnssm_jax
 from lnssm_jax.files.reading import DataError
 from lnssm_jax.models.settings import params_of
-from lnssm_jax.pretrained import ExportError, hugging_face, torch_files
+from lnssm_jax.pretrained import ExportError, hugging_face, saving, torch_files
 from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
 from tests.pretrained.published import recorded, write
+from train.config import published_model, to_dict
+from train.data import load_tokenizer
 
 # {part of a tensor's name in fla's layout: of the author's, whether it is transposed}
 NAMES = {
@@ -129,6 +131,19 @@ def test_rwkv7_of_its_author_is_the_model_of_flas_folder(tmp_path, torch_names):
   assert line.startswith("mixer_options.0.norm_eps: ")
   K = got.settings["model"]["dim"] // got.settings["model"]["num_heads"]
   assert got.settings["model"]["mixer_options"]["norm_eps"] * K == pytest.approx(64e-5)
+  # A run begins from the file, and its export has no vocabulary, which is given again.
+  model = published_model(path, dtype="float32", param_dtype="float32")
+  assert not hugging_face.differences(to_dict(model), got.settings["model"])
+  vocabulary = str(write_vocabulary(tmp_path / "vocabulary.txt"))
+  tokenizer = load_tokenizer(vocabulary)
+  assert isinstance(tokenizer, WorldTokenizer) and tokenizer.spec == vocabulary
+  with pytest.raises(DataError, match=r"ends a text; leave out data\.end_of_text='</s>'"):
+    load_tokenizer(vocabulary, end_of_text="</s>")
+  saving.write(tmp_path / "out", to_dict(model), params_of(got.model), tokenizer, 0)
+  with pytest.raises(ExportError, match="has no tokenizer"):
+    lnssm_jax.load_model(tmp_path / "out").tokenizer  # noqa: B018
+  copy = lnssm_jax.load_model(tmp_path / "out", tokenizer=vocabulary)
+  assert copy.tokenizer.fingerprint == tokenizer.fingerprint
 
 
 def test_rwkv6_of_its_author_is_the_model_of_flas_folder(tmp_path, torch_names):

@@ -54,8 +54,9 @@ class Data:
   the text that is tokenized if its pair is missing: a file, folder or glob, or "python-stdlib" for
   the standard library of the running Python, split into training and validation files.
   `tokenizer` is "bytes", "bpe:N" (trained on the training sources) or the path of a tokenizer.json,
-  or of a folder with one or with vocab.json and merges.txt. `end_of_text` is the token of such a
-  file that ends each text, if that is not tokenizer_config.json's or a usual one.
+  of a folder with one or with vocab.json and merges.txt, or of the vocabulary of RWKV World, a
+  .txt. `end_of_text` is the token of a tokenizer.json that ends each text, if that is not
+  tokenizer_config.json's or a usual one.
   `add_special_tokens="file"` puts around each text, and around prompts that the model reads, what
   the tokenizer's files say, such as BOS (a post-processor, `add_bos_token`, `add_eos_token`);
   "none" puts nothing there. Special tokens spelled out in a text are ordinary text, or with

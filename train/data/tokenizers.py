@@ -9,6 +9,7 @@ import tokenizers
 
 from lnssm_jax.files.atomic import replace_file
 from lnssm_jax.files.buckets import local
+from lnssm_jax.pretrained.rwkv_tokenizer import WorldTokenizer
 from lnssm_jax.pretrained.special_tokens import Added, read_settings, token_of
 from lnssm_jax.pretrained.tokenizers import (
   END_OF_TEXT,
@@ -52,8 +53,9 @@ def add_special_tokens_of(data: TokenizerSettings) -> AddSpecialTokens:
 def no_tokenizer(spec: str) -> str:
   """Says that `spec` names none, and what does."""
   return (
-    f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json or of"
-    " a folder with one (or with vocab.json and merges.txt). None is downloaded by its name."
+    f"there is no tokenizer {spec!r}; use 'bytes', 'bpe:N', or the path of a tokenizer.json, of a"
+    " folder with one (or with vocab.json and merges.txt), or of a vocabulary of RWKV World. None"
+    " is downloaded by its name."
   )
 
 
@@ -68,8 +70,9 @@ def load_tokenizer(
 
   Args:
     spec: "bytes"; "bpe:N", which `prepare` trained and saved in `folder`; or the path of a
-      tokenizer.json, or of a folder with one or with vocab.json and merges.txt (a BPE of bytes, as
-      GPT-2's), in which `~` and environment variables are expanded.
+      tokenizer.json, of a folder with one or with vocab.json and merges.txt (a BPE of bytes, as
+      GPT-2's), or of a vocabulary of RWKV World (.txt), in which `~` and environment variables are
+      expanded.
     folder: `data.folder`; only "bpe:N" needs it.
     end_of_text: the token that ends a text, of a tokenizer from a file. By default that of
       tokenizer_config.json in a folder, or one of `END_OF_TEXT`.
@@ -158,10 +161,17 @@ def train_bpe(spec: str, folder: str | Path, texts: Iterable[str]) -> Tokenizer:
   return load_tokenizer(spec, folder)
 
 
-def _load_file(spec: str, end_of_text: str | None, added: Added | None) -> FileTokenizer:
+def _load_file(spec: str, end_of_text: str | None, added: Added | None) -> Tokenizer:
   path = tokenizer_path(spec, "")
   if path is None or not path.exists():
     raise DataError(no_tokenizer(spec))
+  if path.suffix == ".txt" and path.is_file():
+    if end_of_text is not None:
+      raise DataError(
+        f"{path}: token 0 of a vocabulary of RWKV World ends a text; leave out"
+        f" data.end_of_text={end_of_text!r:.80}."
+      )
+    return WorldTokenizer(path, spec)
   if not path.is_dir():
     return FileTokenizer(path, spec, end_of_text=end_of_text, added=added)
   end = end_of_text or token_of(read_settings(path, follow_links=True), "eos_token")
