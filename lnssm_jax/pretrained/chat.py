@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -75,13 +75,18 @@ class ChatTemplate:
     self.fingerprint = hashlib.sha256(json.dumps([source, self._ends]).encode()).hexdigest()
     self._template = _compiled(source, folder)
 
-  def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+  def prompt(
+    self, messages: Sequence[Mapping[str, Any]], tools: Any = None, variables: Any = None
+  ) -> str:
     """The text before the model's reply, without what `generate` puts before every prompt.
+
+    Arguments are those of `turns`.
 
     Raises:
       DataError: a message is none, or the template rejects them.
     """
-    text = self._render(_checked(messages, "messages"), tools, "messages", reply=True)
+    render = self._renderer(tools, variables, "messages")
+    text = render(_checked(messages, "messages"), reply=True)
     before = "".join(self._tokenizer.names_of(self._tokenizer.added.before))
     if not text.startswith(before):
       raise DataError(
@@ -95,6 +100,7 @@ class ChatTemplate:
     messages: Any,
     *,
     tools: Any = None,
+    variables: Any = None,
     where: str = "messages",
     special_tokens: special.InText = "text",
     first: int = 0,
@@ -108,6 +114,8 @@ class ChatTemplate:
     text of its own.
 
     Args:
+      tools: descriptions of functions, a list.
+      variables: further ones of the template by name, such as `{"enable_thinking": False}`.
       where: place of the messages, for errors.
       special_tokens: "text" rejects messages that spell out a special token, which would be one.
       first: the number of the first message that may be a target.
@@ -118,23 +126,25 @@ class ChatTemplate:
     """
     given = _checked(messages, where)
     if special_tokens == "text":
-      for number, message in enumerate(given):
-        found = special_in(self._tokenizer, message)
+      named = {f"message {number}": message for number, message in enumerate(given)}
+      for name, value in (named | {"tools": tools, "chat_template_kwargs": variables}).items():
+        found = special_in(self._tokenizer, value)
         if found is not None:
           raise DataError(
-            f"{where}: message {number} spells out the special token {found!r}; remove it, or set"
+            f"{where}: {name} spells out the special token {found!r}; remove it, or set"
             " data.special_tokens='parse' for text that you trust."
           )
-    text = self._render(given, tools, where)
+    render = self._renderer(tools, variables, where)
+    text = render(given)
     places, alone = [], []
     for number, message in enumerate(messages[first:], first):
       if message["role"] != "assistant" or message.get("weight", 1) == 0:
         continue
-      before = self._render(given[:number], tools, where, reply=True)
+      before = render(given[:number], reply=True)
       if text.startswith(before):
         places.append(self._reply(text, before, where, number))
       else:
-        until = self._render(given[: number + 1], tools, where)
+        until = render(given[: number + 1])
         alone.append(Turns(until, (self._reply(until, before, where, number),)))
     return [*alone, Turns(text, tuple(places))] if places or not alone else alone
 
@@ -151,17 +161,27 @@ class ChatTemplate:
       )
     return len(before), min(ends)
 
-  def _render(self, messages: Any, tools: Any, where: str, *, reply: bool = False) -> str:
+  def _renderer(self, tools: Any, variables: Any, where: str) -> Callable[..., str]:
+    """(messages, reply=whether with a generation prompt) -> their text."""
     if not isinstance(tools, list | tuple | None):
       raise DataError(f'{where}: "tools" is {type(tools).__name__}, expected a list of objects.')
-    try:
-      return self._template.render(
-        messages=messages, tools=tools, add_generation_prompt=reply, **self._known
-      )
-    except Exception as error:  # of the template: any
+    own = {"messages", "tools", "add_generation_prompt", *_TOKENS}
+    if variables is not None and (not isinstance(variables, dict) or own & variables.keys()):
       raise DataError(
-        f"{where}: the chat template of {self._folder} rejects the messages: {error!s:.200}."
-      ) from None
+        f"{where}: chat_template_kwargs={variables!r:.80} must be an object of variables of the"
+        f" template, which are not {', '.join(sorted(own))}."
+      )
+
+    def render(messages: Any, reply: bool = False) -> str:
+      known = {**self._known, **(variables or {}), "messages": messages, "tools": tools}
+      try:
+        return self._template.render(known, add_generation_prompt=reply)
+      except Exception as error:  # of the template: any
+        raise DataError(
+          f"{where}: the chat template of {self._folder} rejects the messages: {error!s:.200}."
+        ) from None
+
+    return render
 
 
 def joined(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -265,7 +265,9 @@ class LoadedModel:
     """
     return chat.ChatTemplate(self.tokenizer)
 
-  def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+  def chat_prompt(
+    self, messages: Sequence[Mapping[str, Any]], tools: Any = None, variables: Any = None
+  ) -> str:
     """The prompt of a conversation, by the folder's own chat template.
 
         loaded.generate(loaded.chat_prompt([{"role": "user", "content": "Hi"}]))
@@ -273,12 +275,13 @@ class LoadedModel:
     Args:
       messages: each with "role" and "content"; the last is usually of the user.
       tools: descriptions of functions, for templates that have a place for them.
+      variables: further ones of the template by name, such as `{"enable_thinking": False}`.
 
     Raises:
       DataError: there is no template, it rejects the messages, or the package `jinja2` is not
         installed.
     """
-    return self.chat_template.prompt(messages, tools)
+    return self.chat_template.prompt(messages, tools, variables)
 
   def stream(
     self,

@@ -107,7 +107,36 @@ def test_replies_of_weight_0_and_other_ends_are_followed(tmp_path, chat):
 
 # As of Qwen3.5: a reply begins after empty thoughts, which the template leaves out of earlier ones.
 _START = "'<|im_start|>assistant\\n"
+# Two that a variable has: with thoughts, or without them, as is the default.
+OPEN = "' + ('<think>' if think else '') }}{% endif"
+VARIABLE = (
+  TEMPLATES["plain"]
+  .replace("' }}{% endif", OPEN)
+  .replace("{{- m.content + eos", "{{- ('<think>' if think else '') + m.content + eos")
+)
 CLOSED = TEMPLATES["thinking"].replace(_START, rf"{_START}<think>\n\n</think>\n\n")
+
+
+def test_variables_of_a_row_are_those_of_its_template(tmp_path, chat):
+  found, talk = chat(VARIABLE), TALKS["turns"]
+  assert found.prompt(talk[:1], variables={"think": True}) == found.prompt(talk[:1]) + "<think>"
+  rows = [{"messages": talk}, {"messages": talk, "chat_template_kwargs": {"think": True}}]
+  (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  source = {"chats": str(tmp_path / "rows.jsonl")}
+  data = Data(
+    folder=str(tmp_path),
+    tokenizer=str(tmp_path),
+    train=("chats",),
+    sources=source,
+    targets={"chats": "assistant"},
+  )
+  prepare(data)
+  dataset, tokenizer = IndexedDataset(tmp_path / "chats"), load_tokenizer(str(tmp_path))
+  plain, thinking = (dataset.sequence(number) for number in (0, 1))
+  assert [tokenizer.decode(x).count("<think>") for x in (plain, thinking)] == [0, 2]
+  # It is of the prompt, and so no target.
+  count = len(plain)
+  assert dataset.weights[:count].sum() == dataset.weights[count : count + len(thinking)].sum() == 11
 
 
 def test_reply_that_the_template_rewrites_later_is_in_a_text_of_its_own(tmp_path, chat):
@@ -263,6 +292,14 @@ def test_rows_of_messages_become_weighted_tokens(tmp_path, chat):
     ({"text": "a"}, "found the keys .'text'., expected an object with the key \"messages\"."),
     ({"messages": [HI]}, 'no text: .* A reply that counts has the role "assistant"'),
     ({"messages": TALKS["turns"], "tools": "add"}, '"tools" is str, expected a list'),
+    (
+      {"messages": TALKS["turns"], "tools": ["<end>"]},
+      "tools spells out the special token '<end>'",
+    ),
+    (
+      {"messages": TALKS["turns"], "chat_template_kwargs": {"tools": 1}},
+      "kwargs=.*'tools': 1.* must",
+    ),
   )
   for row, message in wrong:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))

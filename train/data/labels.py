@@ -58,6 +58,7 @@ class Rows(NamedTuple):
       for name in self.fields:
         value_in(row, where, name)
       how: Any = {"tools": row.get("tools"), "special_tokens": self.special_tokens}
+      how |= {"variables": row.get("chat_template_kwargs")}
       if not answers:
         for text, places in template.turns(row[key], where=where, **how):
           yield Document(text, places=places)
