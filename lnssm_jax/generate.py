@@ -231,14 +231,14 @@ def _run(model, prompts, options: SamplingOptions, start: Prefix | None, log_pro
   choice = sampling.choice_of(options, model.vocab_size, log_probs)
   limits = sampling.limits_of(options)
   prefix = _read(model, prompts, options.prefill_chunk, start)
-  (states, weights), logits = begun(model, prefix.state), prefix.logits
+  states, logits = apart(prefix.state, model.num_layers), prefix.logits
   seen = prefix.seen if choice.penalized else None
   del prefix  # its state is as large as those that were split from it
   stop_tokens = options.stop_tokens
   ended, last = np.zeros(len(prompts), bool), np.zeros(len(prompts), np.int32)
   for first in range(0, options.max_tokens, _STEPS_PER_CALL):
     states, logits, seen, steps = decode(
-      model, weights, states, logits, seen, row_keys, first, limits, choice=choice
+      model, None, states, logits, seen, row_keys, first, limits, choice=choice
     )
     tokens, scores, broken = jax.device_get(steps)
     for number, row in enumerate(tokens[: options.max_tokens - first]):
@@ -308,13 +308,15 @@ def decode(
   Of each step (tokens [B], log-probabilities [B] or None, whether logits are NaN [B]).
 
   Args:
-    weights, states: as of `begun`.
+    weights: `parts_of` the model, or None: each call takes them apart.
+    states: `apart` of a state.
     seen: [B, vocab] bool, or None where `choice` is not penalized.
     first: the number of the next token, of all rows or of each [B].
     steps: how many tokens of each row are drawn.
   """
-  structures = map(jax.tree.structure, _blocks(model))
-  blocks = list(map(jax.tree.unflatten, structures, weights))
+  blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
+  if weights is not None:
+    blocks = list(map(jax.tree.unflatten, map(jax.tree.structure, blocks), weights))
 
   def step(carry, number):
     states, logits, seen = carry
@@ -350,17 +352,15 @@ def _read_one(model, blocks, states, tokens):
   return (new, position), model.logits(model.norm(x).astype(model.dtype))[:, 0]
 
 
-def _blocks(model) -> list[Any]:
-  return layers.apart(layers.tied(model.blocks), model.num_layers)
-
-
 @jax.jit
-def begun(model, state):
-  """(`apart` of a state, the arrays of each layer's block), for all calls of `decode`.
+def parts_of(model):
+  """The arrays of each layer's block, for many short calls of `decode`.
 
-  Sliced in each call, the blocks of 24 layers were 336 copies of 0.6 GB in all.
+  A call that slices them itself copies 0.6 GB for 24 layers, in 336 operations. So many results
+  and arguments take the host's time: with the calls of one batch, more than they save.
   """
-  return apart(state, model.num_layers), list(map(jax.tree.leaves, _blocks(model)))
+  blocks = layers.apart(layers.tied(model.blocks), model.num_layers)
+  return list(map(jax.tree.leaves, blocks))
 
 
 @functools.partial(jax.jit, static_argnames="num_layers")

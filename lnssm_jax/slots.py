@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lnssm_jax import sampling
-from lnssm_jax.generate import AnyModel, apart, begun, checked, decode
+from lnssm_jax.generate import AnyModel, apart, checked, decode, parts_of
 from lnssm_jax.mixers.common.checks import check_positive
 from lnssm_jax.prefill import default_prefill_chunk, extend
 from lnssm_jax.sampling import SamplingOptions
@@ -134,7 +134,7 @@ class Slots:
     self._prefixes = _Prefixes(prefix_memory)
     vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
     self._empty = empty(1)
-    states, self._weights = begun(self.model, empty(size))
+    states, self._weights = apart(empty(size), self.model.num_layers), parts_of(self.model)
     keys = jax.random.split(jax.random.key(0), size)
     self._device = (
       states,

@@ -282,9 +282,9 @@ def test_generation_updates_the_states_in_place(hopper):
   options = generate.SamplingOptions(max_tokens=1)
   keys, limits = jax.random.split(jax.random.key(0), B), sampling.limits_of(options)
   choice = sampling.choice_of(options, vocab, log_probs=False)
-  states, weights = generate.begun(model, model.init_state(B))
+  states = generate.apart(model.init_state(B), model.num_layers)
   traced = generate.decode.trace(
-    model, weights, states, jnp.zeros((B, vocab)), None, keys, 0, limits, choice=choice
+    model, None, states, jnp.zeros((B, vocab)), None, keys, 0, limits, choice=choice
   )
   module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
   functions = {f.sym_name.value: f for f in operations(module.body, "func.func")}
