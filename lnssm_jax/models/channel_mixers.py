@@ -352,7 +352,7 @@ class MixtureOfExperts(_OfTokens):
     activation = ACTIVATIONS[self.experts.activation]
     tokens = tokens if self.latent_down is None else self.latent_down(tokens)
     routed = tokens, weights, indices, self.num_experts, self.limit
-    y = mixture(kernels, activation, *routed).astype(self.dtype)
+    y = mixture(kernels, activation, *routed)
     y = (y if self.latent_up is None else self.latent_up(y)).reshape(x.shape)
     if self.shared is not None:
       shared = self.shared(x)

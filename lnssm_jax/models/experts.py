@@ -97,12 +97,12 @@ def mixture(
   num_experts: int,
   limit: float | None = None,
 ) -> jax.Array:
-  """sum_j W_down (weights_j activation(W_gate x) * W_up x) over a token's experts, float32 [N, D].
+  """sum_j W_down (weights_j activation(W_gate x) * W_up x) over a token's experts, [N, D].
 
   Args:
     kernels: W_gate, W_up [E, D, F] and W_down [E, F, D], or no W_gate for W_down activation(W_up
-      x); inside `jax.shard_map` over `AXIS`, those of this device's experts. Products are in their
-      dtype, with float32 sums.
+      x); inside `jax.shard_map` over `AXIS`, those of this device's experts. Products and the
+      result are in their dtype, sums in float32.
     x: [N, D].
     weights, indices: [N, k], of all E = `num_experts`.
     limit: of the two factors, as of `product_of`.
@@ -114,11 +114,15 @@ def mixture(
   x, weights, indices = gathered
   indices = indices - len(kernels[0]) * jax.lax.axis_index(AXIS)
   y = _of_these(kernels, activation, limit, x, weights, indices, shards)
-  return jax.lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
+  y = jax.lax.psum_scatter(y, AXIS, scatter_dimension=0, tiled=True)
+  return y.astype(kernels[0].dtype)
 
 
 def _of_these(kernels, activation, limit, x, weights, indices, shards=1):
-  """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0."""
+  """`mixture` of the experts 0, 1, .. of `kernels`; other indices, of other devices, add 0.
+
+  Of several shards in the dtype of `weights`, as these are terms of a sum.
+  """
   rows, count, dtype = indices.size, len(kernels[0]), kernels[0].dtype
   room = min(rows, math.ceil(_ROOM * rows / shards))
   # Counted, not sorted: XLA compiles each sort of a program by itself, for a second.
@@ -144,7 +148,8 @@ def _of_these(kernels, activation, limit, x, weights, indices, shards=1):
   target = jnp.where(is_of.any(1), target, places + row)
   source = (rows + jnp.arange(places)).at[target].set(row, mode="drop", unique_indices=True)
 
-  products = _Products(activation, limit, len(kernels) == 3, multiply)
+  result_dtype = dtype if shards == 1 else weights.dtype
+  products = _Products(activation, limit, len(kernels) == 3, result_dtype, multiply)
   arrays = jnp.concatenate(kernels[:-1], axis=-1), kernels[-1], x, weights
   order = source, target, groups
   if room == rows:
@@ -162,6 +167,7 @@ class _Products(NamedTuple):
   activation: Callable[[jax.Array], jax.Array]
   limit: float | None
   is_gated: bool
+  dtype: jax.typing.DTypeLike  # of the outputs' sums over experts
   multiply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
   def into(self, order, kernel, x):
@@ -172,7 +178,7 @@ class _Products(NamedTuple):
     return self.multiply(_moved(copies.astype(kernel.dtype), source, target), kernel, groups)
 
   def out(self, order, into, kernel, weights):
-    """Outputs [N, D] of those, in the dtype of `weights`."""
+    """Outputs [N, D] of those."""
     source, target, groups = order
     if self.is_gated:
       gate, up = jnp.split(into, 2, axis=-1)
@@ -182,7 +188,8 @@ class _Products(NamedTuple):
     # Weighted here, where rows are narrow; then no gradient needs the last products.
     hidden = _moved(weights.reshape(-1, 1), source, target) * hidden
     y = _moved(self.multiply(hidden.astype(kernel.dtype), kernel, groups), target, source)
-    return jnp.sum(y.reshape(*weights.shape, -1).astype(weights.dtype), axis=1)
+    y = jnp.sum(y.reshape(*weights.shape, -1).astype(weights.dtype), axis=1)
+    return y.astype(self.dtype)
 
   def __call__(self, order, into_kernel, down_kernel, x, weights):
     """`out` of `into`, which is kept for the backward pass."""
@@ -221,17 +228,19 @@ def _in_room(products, places):
 
   def backward(residuals, cotangent):
     fits, order, into, arrays = residuals
+    cotangent = cotangent.astype(into.dtype)  # that of every expert's output
 
     def in_room(cotangent, into, order, into_kernel, down_kernel, x, weights):
       order = of_room(order)
-      out = functools.partial(products.out, order)
-      into_bar, down_bar, weights_bar = jax.vjp(out, into, down_kernel, weights)[1](cotangent)
+      of_out = jax.vjp(functools.partial(products.out, order), into, down_kernel, weights)[1]
+      into_bar, down_bar, weights_bar = of_out(cotangent.astype(products.dtype))
       of_into = jax.vjp(functools.partial(products.into, order), into_kernel, x)[1]
       into_kernel_bar, x_bar = of_into(into_bar)
       return into_kernel_bar, down_bar, x_bar, weights_bar
 
     def in_all(cotangent, into, order, *arrays):
-      return jax.vjp(functools.partial(products, order), *arrays)[1](cotangent)
+      of_all = jax.vjp(functools.partial(products, order), *arrays)[1]
+      return of_all(cotangent.astype(products.dtype))
 
     gradients = jax.lax.cond(fits, in_room, in_all, cotangent, into, order, *arrays)
     return *no_gradient((fits, order)), *gradients

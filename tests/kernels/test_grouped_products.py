@@ -46,7 +46,6 @@ def gradients(inputs, cotangent, indices, dtype):
 def errors(problem):
   """Of values and gradients of bfloat16 products against float64."""
   found = jax.jit(functools.partial(gradients, dtype=BF16))(*problem)
-  assert found[0].dtype == F32  # sums over experts and devices
   with jax.enable_x64(True):
     want = jax.jit(functools.partial(gradients, dtype=jnp.float64))(*problem)
   return [relative_error(*pair) for pair in zip(*map(jax.tree.leaves, (found, want)), strict=True)]
