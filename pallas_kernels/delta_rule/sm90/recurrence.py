@@ -110,15 +110,20 @@ class Stage(NamedTuple):
       return state * self.tables[DECAY, 0]
     return state * broadcast_cols(load_col_vector(self.decay), state.shape)
 
-  def scores(self, backend: Backend) -> jax.Array:
-    """[C, C] float32: P."""
-    products = backend.dot(self.q, transpose_ref(self.k))
+  def scores(self, backend: Backend, *, skips: bool) -> jax.Array:
+    """[C, C] float32: P.
+
+    `skips`: whether documents are looked at only in chunks where one begins, which no state passes.
+    It pays where others do not wait for the scores: a branch costs more than a mask.
+    """
     mask = causal_mask(self.inverse.shape[-1])
+    if self.segment_ids is not None and not skips:
+      mask = mask & equal_mask(self.segment_ids)
+    products = backend.dot(self.q, transpose_ref(self.k))
     scores = products * jnp.where(mask, decay_between_tokens(self.tables.at[CUMULATIVE]), 0.0)
-    if self.segment_ids is None:
+    if self.segment_ids is None or not skips:
       return scores
     masked = lambda: jnp.where(equal_mask(self.segment_ids), scores, 0.0)
-    # No state passes a chunk where a document begins; in others nobody looks at its tokens.
     return lax.cond(self.tables[DECAY, 0] == 0.0, masked, lambda: scores)
 
 
@@ -276,7 +281,7 @@ def forward_recurrence(
       cta.pipeline.wait_loaded(n)
       scores = stage.pairs
       if scores is None:
-        scores = cta.lhs(0, stage.scores(backend))
+        scores = cta.lhs(0, stage.scores(backend, skips=False))
       before = stage.before(tiles.out.shape)
       cta.wait_filled.states()
       if for_gradient:
@@ -383,7 +388,7 @@ def reverse_recurrence(
     def compute_scores(n):
       cta.pipeline.wait_loaded(n)
       if inputs.pairs is None:
-        cta.give_scores(n, cta.stage(n).scores(backend))
+        cta.give_scores(n, cta.stage(n).scores(backend, skips=True))
       cta.pipeline.release(n)
 
     def step(n, _):
