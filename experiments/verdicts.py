@@ -147,7 +147,7 @@ def values_of(file: str, score: str, which: Which) -> list[float]:
   if is_summary(file):
     found = [x for row in rows if row["best"] == "True" for x in seeds_of(row, score)]
   elif "measure" in rows_of(file)[0]:
-    found = [float(row["value"]) for row in rows if row["measure"] == score]
+    found = [float(row["value"]) for row in rows if row["measure"] == which.get("measure", score)]
   else:
     found = [float(row[score]) for row in rows if row.get("use", "result") == "result"]
   if not found:
