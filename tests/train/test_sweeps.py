@@ -347,6 +347,11 @@ def test_plot_draws_the_best_rates_with_their_spread(tmp_path, monkeypatch):
   plots.draw(rows, Plot(), "accuracy", tmp_path / "b.png")  # a line per value all the same
   assert drawn[0][0] == [32]
   np.testing.assert_allclose([x for x, _, _ in drawn[1:]], [[3e-3, 1e-2]] * 2, rtol=0.02)
+  guesses = []
+  monkeypatch.setattr(Axes, "axhline", lambda self, y, **options: guesses.append(y))
+  chances = Plot(panel="model.dim", chance={None: 0.25, 32: 0.5})
+  plots.draw(rows, chances, "accuracy", tmp_path / "a.png")
+  assert guesses == [0.25, 0.5]
 
 
 @pytest.mark.slow

@@ -100,8 +100,8 @@ def draw(
         linewidth=1.2, marker=markers[number % len(markers)],
         linestyle="-" if is_number else "none",
       )  # fmt: skip
-    if panel in plot.chance:
-      axis.axhline(plot.chance[panel], color="gray", linestyle=":", label="a guess")
+    if (guess := plot.chance.get(panel, plot.chance.get(None))) is not None:
+      axis.axhline(guess, color="gray", linestyle=":", label="a guess")
     axis.set(title="" if panel is None else f"{plot.panel} {panel}")
     axis.grid(alpha=0.3)
     if is_log:

@@ -74,7 +74,7 @@ class Plot:
   """Axes of a sweep's plot, as labels: a line per `line`, a panel per `panel`.
 
   `where` has the values of labels of which only these are drawn, and `chance` the score of a guess
-  by the panel's value, None where there is one panel. `colors` has those of lines, by the first
+  by the panel's value, by None that of all others. `colors` has those of lines, by the first
   label of a line's name.
   """
 
