@@ -12,6 +12,7 @@ COLORS = {  # of a mixer in all pictures, by the names that it has in them
   **dict.fromkeys(("sse", "sse-n4k1", "sse-n4k2", "sse-h"), "tab:purple"),
   **dict.fromkeys(("mom", "mom-n4k1", "mom-n4k2"), "tab:brown"),
   **dict.fromkeys(("gla", "gla-h"), "tab:orange"),
+  "gla_eps": "turquoise",
   **dict.fromkeys(("lnssm", "qlstm", "qlstm reversed"), "tab:red"),
   **dict.fromkeys(("mamba2", "ssd"), "tab:blue"),
   **dict.fromkeys(("mamba", "s6"), "tab:cyan"),

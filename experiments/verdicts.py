@@ -300,8 +300,12 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
   ],
   "recall as published in longer rows": [
     *(
+      Solved("mqar_published_longer.csv", {"model": "attention", "length": "128", **rate})
+      for rate in ({"learning_rate": x} for x in ("0.00046", "0.0022", "0.01"))
+    ),
+    *(
       Solved("mqar_published_longer.csv", {"model": name, "length": "128"})
-      for name in _PUBLISHED[:-1]
+      for name in _PUBLISHED[1:-1]
     ),
     Difference(
       "mqar_published_longer.csv",
@@ -321,6 +325,12 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
     ("kda", "gated_delta_net"),
     ("gated_delta_net2", "gated_delta_net"),
     ("gla", "softmax_attention"),
+  ),
+  "a larger eps in the norm of GLA's outputs": _newest(
+    ("gla_eps", "gla"),
+    ("mamba2", "gla_eps"),
+    ("gated_delta_net", "gla_eps"),
+    ("gla_eps", "softmax_attention"),
   ),
   "extrapolation from 1,024 to 32,768 tokens": [
     _nats((name, "32768"), (name, "1024"))
@@ -352,6 +362,7 @@ COMPARISONS: dict[str, Sequence[Difference | Solved | Closed]] = {
     for name in ("sse", "gla", "mom")
     for rows in ("96", "160")
   ],
+  "partitions": [Solved("mqar_partitions.csv", {"partitions": "8", "selected": "1"})],
   "selected rows": [
     Solved("mqar_top_k.csv", {"model": name, "rows": rows}, least)
     for name, least in (("gla", SOLVED), ("gsa", 0.5), ("metala", SOLVED))

@@ -7,8 +7,9 @@ which only the mixer differs, also its parameters. 5.12M tokens per run in steps
 at three learning rates, seeds 1 to 3, the result, at the best of them: 429M tokens. "gla_eps" is
 GLA with a larger eps in the norm of its outputs, which bounds the gradient of the first tokens
 (docs/performance.md).
-Measured: eight models (experiments/results/language_models.md), loss on books: RWKV-7 4.32, Mamba-2
-4.41, Mamba-3 4.47, gated DeltaNet 4.75, attention 4.82, GLA 4.83, KDA and gated DeltaNet-2 4.88.
+Measured: nine models (experiments/results/language_models.md), loss on books: RWKV-7 4.32, Mamba-2
+4.41, Mamba-3 4.47, gated DeltaNet 4.75, GLA with the larger eps 4.79, attention 4.82, GLA 4.83, KDA
+and gated DeltaNet-2 4.88.
 """
 
 import dataclasses

@@ -6,7 +6,8 @@ Figure 7 of SSE's paper in small: multi-query associative recall of 32 pairs in 
 vocabulary of 256, in at most 6,000 steps of 64 rows. The model is that of `mqar_states.py`, 64
 wide: a `base_conv`, then SSE with two heads, whose partitions have 32 rows and 32 columns; one more
 is always on. Seed 0 tries three rates; the result is of seeds 1 to 3 at its best.
-Measured: not yet.
+Measured: 8 partitions of which a token uses one (experiments/results/recall.md): 3 of 3 runs solve
+the task; with 2 and 4 the seed that chooses the rate alone.
 """
 
 from pathlib import Path

@@ -6,8 +6,8 @@ As `mqar_published.py`: 8 pairs in 128 tokens in batches of 256, 16 in 256 in ba
 seeds train at all rates, of which the best mean on the rows for validation counts; a rate's three
 seeds are a group, so that `--only lr=0.01` begins with the rate that was best of 4 pairs in 64
 tokens for most models (2.2e-3 for Based).
-Measured: 8 pairs in 128 tokens, six models at one rate (experiments/results/recall_published.md):
-Longhorn and Mamba solve them in 3 of 3 runs, softmax attention in none.
+Measured: 8 pairs in 128 tokens, attention at three rates and five models at one
+(experiments/results/recall_published.md): attention, Longhorn and Mamba solve them in 3 of 3 runs.
 """
 
 from experiments.small_runs import COLORS
