@@ -64,9 +64,9 @@ def train(cfg: config.Train, until: int, out: Path) -> None:
       yield batch
 
   def begin_and_look(*arguments):
-    state, step = begin(*arguments)
+    state, *rest = begin(*arguments)
     record["loaded"] = digest(state)
-    return state, step
+    return state, *rest
 
   def push_and_stop(self, step, metrics):
     if step == until - 2:  # the others learn of it two steps later

@@ -153,7 +153,12 @@ def test_loggers_missing_package_named_first(tiny, monkeypatch):
 @pytest.mark.slow
 def test_run_with_loggers_and_trace(tiny, wandb, capsys):
   fake = wandb("log")
-  cfg = tiny(watch=("tensorboard", "wandb"), data__validation=(), data__sources={})
+  cfg = tiny(
+    watch=("tensorboard", "wandb"),
+    data__validation=(),
+    data__sources={},
+    model__channel_mixer="swiglu",
+  )
   trainer.prepare(tiny().data)
   trainer.fit(cfg, profile=range(3, 5))
   run = RunFolder(cfg.run_dir)
@@ -271,7 +276,7 @@ def test_dry_run_reports_memory_and_flops(tiny, config_file, capsys):
   cfg = tiny(model__mixer="lnssm")
   assert main(["fit", "--config", config_file(cfg), "--dry-run"]) == 0
   lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-  assert lines["model"].startswith("lnssm, 30,208 parameters")
+  assert lines["model"].startswith("lnssm, 21,952 parameters")
   assert lines["memory"].startswith(tuple("123456789")) and "MiB per device" in lines["memory"]
   assert "per step of 128 tokens" in lines["FLOPs"]
   assert "decay" not in lines
