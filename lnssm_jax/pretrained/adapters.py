@@ -261,7 +261,8 @@ def _places(piece: layers.Piece, ours: tuple[int, int]) -> tuple[np.ndarray, np.
     x.reshape(len(x), -1) for x in (rows, columns, their_in, our_in)
   )
   in_order = index(ours[0])[:, None]
-  same = lambda x, y: x.shape[:1] == ours[:1] and (x == y).all()
+  once = lambda x: x[tuple(slice(1 if step == 0 else None) for step in x.strides)]  # each number
+  same = lambda x, y: x.shape[:1] == ours[:1] and (once(x) == y).all()
   if not (same(rows, rows[:1]) and same(columns, columns[:1])):
     return None
   return (rows[0], columns[0]) if same(their_in, in_order) and same(our_in, in_order) else None
