@@ -53,6 +53,11 @@ def not_exported(folder: Path) -> str:
       f"{folder} is a run folder, not an exported model: use train.load_model({str(folder)!r}), "
       f"or export it: lnssm-train export {shell_word(folder)} --out EXPORTED"
     )
+  if (folder / folders.ADAPTER).is_file():
+    return (
+      f"{folder} is an adapter, of corrections alone: add it to its model by pretrained.load(MODEL,"
+      f" adapter={str(folder)!r}), and save that."
+    )
   inside = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
   return (
     f"{folder} is no exported model: it was searched for {exports.MANIFEST} (with "

@@ -16,6 +16,7 @@ from tests.pretrained.published import recorded, write
 from train import config, trainer
 from train.cli.main import main
 from train.cluster import device_mesh
+from train.data.tokenizers import train_bpe
 from train.runs.importing import import_model
 from train.step.model import build_model, model_graph, params_of
 from train.step.train_step import make_eval_step
@@ -78,6 +79,14 @@ def test_import_of_a_published_model_that_the_config_does_not_describe_raises(ti
   model = dataclasses.replace(config.published_model(folder), norm_eps=1e-5)
   with pytest.raises(ExportError, match=r"norm_eps: 1e-06, 1e-05; use model=published_model\('"):
     import_model(folder, dataclasses.replace(tiny(), model=model))
+  train_bpe("bpe:257", folder, ["a b"])
+  of_bytes = dataclasses.replace(tiny(), model=config.published_model(folder))
+  with pytest.raises(ExportError, match=rf"use --set data\.tokenizer={folder}, and text tokenized"):
+    import_model(folder, of_bytes)
+  (tmp_path / "adapter").mkdir()
+  (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+  with pytest.raises(ExportError, match="is an adapter, of corrections alone: add it to its model"):
+    import_model(tmp_path / "adapter", of_bytes)
   assert not (tmp_path / "run").exists()
 
 

@@ -8,7 +8,7 @@ import jax
 from lnssm_jax.files.atomic import new_folder
 from lnssm_jax.files.buckets import fetched
 from lnssm_jax.models.settings import params_of
-from lnssm_jax.pretrained import exports, folders, hugging_face
+from lnssm_jax.pretrained import exports, folders, hugging_face, opening
 from lnssm_jax.pretrained.manifest import NO_TOKENIZER
 from train import config
 from train.checkpoint.store import Checkpoints, check_structure
@@ -45,6 +45,8 @@ def import_model(folder: str | Path, cfg: config.Train) -> int:
       f"there is no folder {folder}; give one that `lnssm-train export` wrote, or a published"
       " model."
     )
+  elif not exports.is_exported(folder):
+    raise exports.ExportError(opening.not_exported(folder))
   else:
     manifest = exports.checked_manifest(folder)[0]
     export.check_same_model(manifest, cfg.model)
@@ -86,7 +88,7 @@ def _checked_published(folder: Path, cfg: config.Train) -> Tokenizer:
     if not isinstance(tokenizer, FileTokenizer) or theirs.raw != tokenizer.raw:
       raise exports.ExportError(
         f"data.tokenizer={cfg.data.tokenizer!r} is not the tokenizer of the model; use "
-        f"--set data.tokenizer={folder / folders.TOKENIZER}, and text tokenized by it."
+        f"--set data.tokenizer={folder}, and text tokenized by it."
       )
   return tokenizer
 
