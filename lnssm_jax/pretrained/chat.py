@@ -248,7 +248,8 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
         f'{where}: "content" of message {number} is {type(content).__name__}, expected a string:'
         " images and other parts are not read."
       )
-    if type(message.get("weight", 1)) is not int or message.get("weight", 1) not in (0, 1):
+    weight = message.get("weight")  # None too, as Parquet has it of the other messages
+    if weight is not None and (type(weight) is not int or weight not in (0, 1)):
       raise DataError(
         f'{where}: "weight" of message {number} is {message["weight"]!r:.60}; it is 0 for a reply'
         " that is no target, and else 1."

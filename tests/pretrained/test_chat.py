@@ -87,7 +87,7 @@ def test_prompt_leaves_out_what_generation_puts_before_it(tmp_path, chat):
 
 
 def test_replies_of_weight_0_and_other_ends_are_followed(tmp_path, chat):
-  talk = [x | {"weight": 0} if n == 1 else x for n, x in enumerate(TALKS["turns"])]
+  talk = [x | {"weight": 0 if n == 1 else None} for n, x in enumerate(TALKS["turns"])]
   found = chat(TEMPLATES["plain"])
   ((text, places),), ((same, both),) = map(found.turns, (talk, TALKS["turns"]))
   assert (len(places), len(both)) == (1, 2) and text == same
