@@ -118,7 +118,7 @@ class Slots:
     prefix_memory: bytes for states of what was read.
 
   Attributes:
-    model: the NNX model.
+    model: the NNX model, whose parameters stay as they are: `Slots` has copied some.
     rows: those that have not ended.
   """
 
@@ -130,6 +130,7 @@ class Slots:
     self._reading: dict[Row, _Reading] = {}
     self._drawing: dict[Row, _Place] = {}
     self._call: _Call | None = None  # whose tokens the host has not read
+    self._ahead: list[Any] = []  # logits after the pieces of prompts that were read last
     self._since = 0  # tokens since a row has left its slot
     self._prefixes = _Prefixes(prefix_memory)
     vocabulary, empty = self.model.vocab_size, jax.jit(self.model.init_state, static_argnums=0)
@@ -180,7 +181,9 @@ class Slots:
       self._read()
     call = self._call or self._draw()
     self._call = self._draw()
-    if call is None:
+    before, self._ahead = self._ahead, [each.read.logits for each in self._reading.values()]
+    if call is None:  # or the host would have the device read all of a prompt, whatever comes then
+      jax.block_until_ready(before)
       return []
     drawn = jax.device_get([(tokens, broken) for tokens, _, broken in call.steps])
     tokens, broken = map(np.concatenate, zip(*drawn, strict=True))
@@ -199,21 +202,25 @@ class Slots:
     """Whether prompts that have come wait for one short call, for others to be read with them."""
     reading = self._reading.values()
     few = len(reading) < min(_TOGETHER, len(self._free))
-    short = self._call is not None and len(self._call.steps) == 1
+    short = self._call is not None and len(self._call.steps) == 1 and self._since < _SOON
     gathers = few and short and not any(each.waited for each in reading)
     for each in reading:
       each.waited = True
     return gathers
 
   def _read(self) -> None:
-    """Reads at most a chunk of each prompt, those of equal pieces at once."""
+    """Reads a piece of each prompt, and more of them up to a chunk; those of equal pieces at once.
+
+    So no prompt waits for longer ones; the pieces are powers of two, of two chunks or so in all.
+    """
     chunk = default_prefill_chunk(self.size)
     left = chunk = min(chunk, self.model.max_length or chunk)
-    begun = []
-    while self._reading and left > 0:
-      pieces = {row: reading.next_piece(chunk) for row, reading in self._reading.items()}
+    begun, once = [], set()
+    while waiting := [row for row in self._reading if left > 0 or row not in once]:
+      pieces = {row: self._reading[row].next_piece(chunk) for row in waiting}
       size = max(size for size, _ in pieces.values())
       rows = [row for row, (padded, _) in pieces.items() if padded == size]
+      once.update(rows)
       if size:
         for some in self._calls(rows):
           self._extend(some, size, [pieces[row][1] for row in some])
