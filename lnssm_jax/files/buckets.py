@@ -50,8 +50,9 @@ def is_address(path: object) -> bool:
 def no_address(name: str, path: object, in_bucket: bool = False) -> str:
   """Message about an address where a local path, or one in a bucket, is needed."""
   kinds = "gs://, s3:// and local paths" if in_bucket else "local paths"
+  path = _ADDRESS.sub(r"\1://\2", str(path), 1)  # of which a Path has one slash
   return (
-    f"{name}={str(path)!r:.200} is the address of a bucket or server; only {kinds} are"
+    f"{name}={path!r:.200} is the address of a bucket or server; only {kinds} are"
     " supported: use one, and copy it there afterwards."
   )
 

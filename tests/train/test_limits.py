@@ -71,7 +71,7 @@ def test_pattern_of_mixers_set_on_the_command_line(text, tiny):
   ["export x --out az://b/x", "inspect x --html URL", "sweep x --out URL", "plot URL",
    "generate --run-dir x --prompts x --output URL", "fit --config URL", "doctor --config URL",
    "fit --run-dir az://b/x", "import hf://b/x --config x",
-   "tokenize --input x --output az://b/x --tokenizer bytes"],
+   "tokenize --input x --output az://b/x --tokenizer bytes", "task cost x --json URL"],
 )  # fmt: skip
 def test_address_of_a_bucket_on_the_command_line_is_rejected(
   arguments, capsys, tmp_path, monkeypatch
@@ -81,6 +81,7 @@ def test_address_of_a_bucket_on_the_command_line_is_rejected(
     main(arguments.replace("URL", "gs://b/x").split())
   err = capsys.readouterr().err
   assert caught.value.code == 2 and "is the address of a bucket" in err and err.count("\n") == 1
+  assert "://b/x" in err
   assert list(tmp_path.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lnssm_jax.files import buckets
 from train.scoring.report import Report
 
 
@@ -53,6 +54,8 @@ def output(*suffixes: str) -> Callable[[str], Path]:
 
   def parse(text: str) -> Path:
     path = Path(text)
+    if buckets.is_address(text):
+      raise argparse.ArgumentTypeError(f"{text} is the address of a bucket; give a local file")
     if suffixes and path.suffix.lower() not in suffixes:
       raise argparse.ArgumentTypeError(f"{text} must end in {' or '.join(suffixes)}")
     if os.path.isdir(path):
