@@ -19,6 +19,7 @@ import numpy as np
 
 from lnssm_jax.files.reading import read_json
 from lnssm_jax.pretrained import safetensors, torch_files
+from lnssm_jax.pretrained import special_tokens as special
 from lnssm_jax.pretrained.manifest import ExportError
 from lnssm_jax.pretrained.tokenizers import FileTokenizer
 
@@ -143,11 +144,12 @@ def sample(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
   """Settings of `LoadedModel.generate`, of generation_config.json: those that it has.
 
   Tokens that end a text are its own, or else those of config.json (in transformers a text ends at
-  none, if the file is there without them).
+  none, if the file is there without them). Without the file also the tokenizer's `eos_token` is
+  one: it ends the replies of a model for chats, whose config.json names what ends a document.
   """
   ends = ends_of(folder / CONFIG, config)
   if not os.path.lexists(folder / GENERATION):  # a link to nothing is an error
-    return _stops(ends)
+    return _stops((*ends, *(x for x in _end_of_replies(folder) if x not in ends)))
   values = plain(_json(folder / GENERATION))
   found: dict[str, Any] = _stops(ends_of(folder / GENERATION, values) or ends)
   if values.get("do_sample") is True:
@@ -202,6 +204,16 @@ def ends_of(path: Path, values: Mapping[str, Any]) -> tuple[int, ...]:
   if any(type(end) is not int or not 0 <= end < MOST_TOKENS for end in ends):
     raise ExportError(f"{path}: eos_token_id={given!r:.80} is no token, or no list of them.")
   return tuple(ends)
+
+
+def _end_of_replies(folder: Path) -> tuple[int, ...]:
+  """`eos_token` of tokenizer_config.json, if tokenizer.json has it."""
+  try:
+    token = special.token_of(special.read_settings(folder, follow_links=False), "eos_token")
+    found = [] if token is None else read_json(folder / TOKENIZER, _MAX_JSON)["added_tokens"]
+    return tuple(x["id"] for x in found if x["content"] == token and type(x["id"]) is int)
+  except (OSError, ValueError, LookupError, TypeError):  # where a tokenizer is used, it says so
+    return ()
 
 
 def _stops(ends: tuple[int, ...]) -> dict[str, Any]:

@@ -117,6 +117,17 @@ VARIABLE = (
 CLOSED = TEMPLATES["thinking"].replace(_START, rf"{_START}<think>\n\n</think>\n\n")
 
 
+def test_reply_ends_at_the_token_of_the_tokenizer_where_no_settings_say(tmp_path, chat):
+  """As of Qwen3.5, whose config.json names the end of a document alone."""
+  del chat  # for its package
+  folder_with(tmp_path, TEMPLATES["plain"])
+  config = {"eos_token_id": 259}  # <end>; replies end at <|im_end|>
+  assert folders.sample(tmp_path, config) == {"stop_tokens": (259, 258)}
+  assert folders.sample(tmp_path, {"eos_token_id": [258, 259]}) == {"stop_tokens": (258, 259)}
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": 259, "do_sample": true}')
+  assert folders.sample(tmp_path, config)["stop_tokens"] == (259,)
+
+
 def test_variables_of_a_row_are_those_of_its_template(tmp_path, chat):
   found, talk = chat(VARIABLE), TALKS["turns"]
   assert found.prompt(talk[:1], variables={"think": True}) == found.prompt(talk[:1]) + "<think>"
