@@ -146,7 +146,13 @@ def test_nan_ends_its_row_alone():
 @pytest.fixture(scope="module")
 def idle():
   """One slot, for steps one by one."""
-  return Slots(random_model(mixer="lrn", num_layers=1), 1)
+  return Slots(random_model(mixer="lrn", num_layers=2), 1)
+
+
+def test_layers_have_their_own_parameters_apart(idle):
+  for number, parts in enumerate(idle._weights):
+    for got, stacked in zip(parts, jax.tree.leaves(idle.model.blocks), strict=True):
+      np.testing.assert_array_equal(got, stacked[number])
 
 
 class Called(Exception):
@@ -230,7 +236,9 @@ def test_prompt_waits_neither_for_longer_ones_nor_for_all_of_them(calls, batch, 
   batch.add(Row(np.arange(30), options))
   assert [*batch.step(), *batch.step()] == [] and waited == [[], [2]] and len(calls) == 3
   batch.add(short := Row(np.array([50]), options))
+  batch._since = 99
   assert [drawn.row for drawn in batch.step()] == [short]
+  assert calls[3:] == ["read 1", "read 1", "draw 2"]  # no more tokens than it asks for, or one
   while batch.rows:
     batch.step()
 
@@ -248,21 +256,26 @@ def test_text_that_comes_soon_after_another_has_left_joins_soon_and_with_others(
     batch.step()
     return calls
 
-  add(*[100] * 19, 6)
+  add(*[1000] * 19, 42)
   draws = ["draw 2"] * 4
-  assert step() == ["read 20", *draws, "draw 2"]  # no slot is empty, then one
-  add(100)  # the place of the one whose last tokens are drawn
+  assert step() == ["read 20", *draws, *draws]  # no slot is empty
+  for _ in range(4):
+    assert step() == draws
+  assert step() == ["draw 2"]  # that of the one whose last tokens are drawn
+  add(1000)
   assert step() == ["read 1", *draws]
+  while batch._since < 32:
+    assert step() == draws
   for row in batch.rows[:3]:
     row.cancelled = True
   assert step() == ["draw 2"]
-  add(100)
+  add(1000)
   assert step() == ["draw 2"]  # other places are empty
   assert step() == ["read 1", "draw 2"]
   while batch._since < 32:
     assert step() == ["draw 2"]
   for _ in range(2):  # texts wait for no others when the next call is long, or the last was
-    add(100)
+    add(1000)
     assert step() == ["read 1", *draws]
 
 
