@@ -12,19 +12,16 @@ A is the cotangent of the numerator, C that of a shift of all values that the st
 lnssm_jax/ops/wkv4/README.md derives this.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.compensated_sum import CompensatedSum, fast_two_sum
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.config import CUT_GROUP
 
 
 class _Residuals(NamedTuple):
@@ -114,10 +111,11 @@ def backward_kernel(
     # With outputs the sums (d_rate, d_bonus), without them `passed`.
     extra = CompensatedSum(zero if outputs else one, zero), CompensatedSum(zero, zero)
 
-    def recompute(before, tokens, streams_smem, is_padding, is_first):
-      """The state and its mean after some tokens, from those before, and each token's residuals."""
-      (state, z), residuals = before, []
-      for t in tokens:
+    def recompute(state, streams_smem, is_padding, is_first):
+      """The residuals of a chunk's tokens."""
+      residuals = []
+      z = update.mean(state, backend)
+      for t in range(config.chunk):
         state, z = boundaries.reset(is_first(t), (state, z), (update.State.empty(), zero))
         key, value = grid.load_row(streams_smem.k.at[t]), grid.load_row(streams_smem.v.at[t])
         denominator = state.denominator.high
@@ -135,67 +133,46 @@ def backward_kernel(
           (*boundaries.select(is_padding(t), (state, z), (after, next_z)), residual)
         )
         residuals.append(residual)
-      return (state, z), residuals
+      return residuals
 
     def compute_chunk(first_token, streams_smem, is_first, results_smem, carry):
       is_padding = lambda t: None if end is None else first_token + t >= end
       starts_document = lambda t: is_first and is_first(t)
-      again = functools.partial(
-        recompute, streams_smem=streams_smem, is_padding=is_padding, is_first=starts_document
-      )
       rows = (grid.load_row(streams_smem.chunk_states.at[0, n]) for n in range(3))
-      entering = update.State.of_rows(*rows)
-      entering = entering, update.mean(entering, backend)
-
-      def compute_group(first, size, before, carry):
-        """Some tokens of the chunk from `first` on, from the state and mean before them."""
-        tokens = [first + n for n in range(size)]
-        _, residuals = again(before, tokens)
-        A, C, extra_0, extra_1, d_rates, d_bonuses = carry
-        for t, s in reversed(list(zip(tokens, residuals, strict=True))):
-          G = grid.load_row(streams_smem.d_out.at[t])
-          decay = jnp.where(s.factor.near, one, zero) + s.factor.rest
-          past_weight = decay * s.denominator
-          move = s.weight * s.share * s.away  # z_t - z_{t-1}
-          left = C.high - A.high * move
-          read = s.past * s.present * s.away * G
-          new_A = update.decayed_sum(s.factor, A, s.past * G)
-          moved = _moved(s.factor, A.high, move)
-          new_C = update.decayed_sum(s.factor, C, -read - moved)
-          empty = CompensatedSum(zero, zero), CompensatedSum(zero, zero)
-          if outputs:
-            d_bonus = read * s.denominator
-            stays = past_weight * s.share * s.away  # v_t - z_t
-            d_k = d_bonus + s.weight * (C.high + A.high * stays)
-            d_v = s.present * G + s.weight * A.high
-            results_smem.d_k.at[t][...] = d_k.astype(k.dtype)
-            results_smem.d_v.at[t][...] = d_v.astype(v.dtype)
-            d_rate = past_weight * left
-            d_bonus, d_rate = boundaries.select(is_padding(t), (zero, zero), (d_bonus, d_rate))
-            d_rates, d_bonuses = d_rates - d_rate, d_bonuses + d_bonus
-          else:
-            passed = (
-              update.decayed_sum(s.factor, extra_0, zero),
-              update.decayed_sum(s.factor, extra_1, -_moved(s.factor, extra_0.high, move)),
-            )
-            passed = boundaries.reset(starts_document(t), passed, empty)
-            extra_0, extra_1 = boundaries.select(is_padding(t), (extra_0, extra_1), passed)
-          before = boundaries.reset(starts_document(t), (new_A, new_C), empty)
-          A, C = backend.materialize(boundaries.select(is_padding(t), (A, C), before))
-        return A, C, extra_0, extra_1, d_rates, d_bonuses
-
-      carry = (*carry, zero, zero)
-      if is_first is None:
-        carry = compute_group(0, config.chunk, entering, carry)
-      else:  # few chunks: a loop, whose code costs little to fetch, and no registers for all tokens
-
-        def step(n, carry):
-          first = config.chunk - (n + 1) * CUT_GROUP
-          before = lax.fori_loop(0, first, lambda t, before: again(before, [t])[0], entering)
-          return compute_group(first, CUT_GROUP, before, carry)
-
-        carry = lax.fori_loop(0, config.chunk // CUT_GROUP, step, carry)
-      A, C, extra_0, extra_1, d_rates, d_bonuses = carry
+      state = update.State.of_rows(*rows)
+      residuals = recompute(state, streams_smem, is_padding, starts_document)
+      A, C, extra_0, extra_1 = carry
+      d_rates = d_bonuses = zero
+      for t in reversed(range(config.chunk)):
+        s, G = residuals[t], grid.load_row(streams_smem.d_out.at[t])
+        decay = jnp.where(s.factor.near, one, zero) + s.factor.rest
+        past_weight = decay * s.denominator
+        move = s.weight * s.share * s.away  # z_t - z_{t-1}
+        left = C.high - A.high * move
+        read = s.past * s.present * s.away * G
+        new_A = update.decayed_sum(s.factor, A, s.past * G)
+        moved = _moved(s.factor, A.high, move)
+        new_C = update.decayed_sum(s.factor, C, -read - moved)
+        empty = CompensatedSum(zero, zero), CompensatedSum(zero, zero)
+        if outputs:
+          d_bonus = read * s.denominator
+          stays = past_weight * s.share * s.away  # v_t - z_t
+          d_k = d_bonus + s.weight * (C.high + A.high * stays)
+          d_v = s.present * G + s.weight * A.high
+          results_smem.d_k.at[t][...] = d_k.astype(k.dtype)
+          results_smem.d_v.at[t][...] = d_v.astype(v.dtype)
+          d_rate = past_weight * left
+          d_bonus, d_rate = boundaries.select(is_padding(t), (zero, zero), (d_bonus, d_rate))
+          d_rates, d_bonuses = d_rates - d_rate, d_bonuses + d_bonus
+        else:
+          passed = (
+            update.decayed_sum(s.factor, extra_0, zero),
+            update.decayed_sum(s.factor, extra_1, -_moved(s.factor, extra_0.high, move)),
+          )
+          passed = boundaries.reset(starts_document(t), passed, empty)
+          extra_0, extra_1 = boundaries.select(is_padding(t), (extra_0, extra_1), passed)
+        before = boundaries.reset(starts_document(t), (new_A, new_C), empty)
+        A, C = backend.materialize(boundaries.select(is_padding(t), (A, C), before))
       if outputs:
         extra_0 = fast_two_sum(extra_0.high, d_rates + extra_0.low)
         extra_1 = fast_two_sum(extra_1.high, d_bonuses + extra_1.low)

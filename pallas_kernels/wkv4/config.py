@@ -8,7 +8,6 @@ from pallas_kernels.core.channel_grid import PipelineConfig, ScanConfig, Traffic
 
 CHUNK = 16  # tokens: as many as the backward pass holds in registers
 GROUP = 8  # tokens whose rows are loaded together, before any of their results is stored
-CUT_GROUP = 4  # the same in chunks where a document begins, which are loops over such groups
 STATE_ROWS = 3  # of a state in memory: max, numerator, denominator
 
 

@@ -4,13 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.core import boundaries
 from pallas_kernels.core import channel_grid as grid
 from pallas_kernels.core.wgmma import Backend, with_int32_indices
 from pallas_kernels.wkv4 import update
-from pallas_kernels.wkv4.config import CUT_GROUP, GROUP, STATE_ROWS
+from pallas_kernels.wkv4.config import GROUP, STATE_ROWS
 from pallas_kernels.wkv4.update import StateRows
 
 
@@ -75,31 +74,23 @@ def forward_kernel(
       if chunk_states:
         for n, row in enumerate(state.rows()):
           grid.store_row_gmem(outs.chunk_states.at[b, first_token // C, n, at], row)
-
-      def compute_group(first, size, state):
-        """Some tokens from `first` on; all rows are loaded before a result is stored."""
-        tokens = [first + n for n in range(size)]
-        rows = [_Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens]
-        results = []
-        for t, (key, value) in zip(tokens, rows, strict=True):
+      for group in range(0, C, GROUP):
+        tokens = range(group, group + GROUP)
+        rows = {t: _Streams(*(grid.load_row(x.at[t]) for x in streams_smem)) for t in tokens}
+        results = {}
+        for t in tokens:
+          key, value = rows[t]
           state = boundaries.reset(is_first and is_first(t), state, empty)
           if outputs:
             past, present = update.read_weights(state, key, bonus, backend)
             total = past * state.denominator.high + present
             per_total = update.reciprocal(total, backend)
-            results.append((past * state.numerator.high + present * value) * per_total)
+            results[t] = (past * state.numerator.high + present * value) * per_total
           after, _ = update.advance(state, key, value, rate, backend)
           is_padding = None if end is None else first_token + t >= end
           state = backend.materialize(boundaries.select(is_padding, state, after))
-        for t, out in zip(tokens, results, strict=False):
+        for t, out in results.items():
           out_smem.at[t][...] = out.astype(out_smem.dtype)
-        return state
-
-      if is_first is not None:  # few chunks: a loop, whose code costs little to fetch
-        step = lambda n, state: compute_group(n * CUT_GROUP, CUT_GROUP, state)
-        return lax.fori_loop(0, C // CUT_GROUP, step, state)
-      for first in range(0, C, GROUP):
-        state = compute_group(first, GROUP, state)
       return state
 
     state = grid.pipeline(
