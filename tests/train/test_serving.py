@@ -99,6 +99,8 @@ def serving(loaded, **settings):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(uvicorn, "Server", Server)
     patch.setattr(command, "_start", Front)
+    # It would close the handlers of this process, and what pytest captures with absl's.
+    patch.setattr("logging.config.dictConfig", None)
     thread = threading.Thread(target=run)
     thread.start()
     said.wait(60)
@@ -435,7 +437,7 @@ def test_device_that_fails_ends_all_texts(loaded, monkeypatch):
 
 def test_long_prompt_waits_for_an_engine_that_reads_later(loaded):
   """It is more than the connection holds, which the event loop of HTTP must not cut."""
-  (here, there), loop_factory = Pipe(), uvicorn.Config(None).get_loop_factory()
+  (here, there), config = Pipe(), uvicorn.Config(None, log_config=None)
   there.send(News([], {}, {}))
   row = Row(np.zeros(1 << 17, int), loaded.options(max_tokens=1))
 
@@ -449,7 +451,7 @@ def test_long_prompt_waits_for_an_engine_that_reads_later(loaded):
     finally:
       here.close()  # ends `receive`
 
-  ((number, new),) = asyncio.run(received(), loop_factory=loop_factory)
+  ((number, new),) = asyncio.run(received(), loop_factory=config.get_loop_factory())
   assert number == 0 and len(new.prompt) == 1 << 17
 
 

@@ -40,6 +40,7 @@ def run(connection: Connection, listening: socket.socket) -> int:
   config = uvicorn.Config(
     app.make(loaded, link, chat, name=served.source.name, most_tokens=served.most_tokens),
     log_level="warning",
+    log_config=None,  # uvicorn's closes all handlers of the process, and absl's closes its stream
     access_log=False,
     lifespan="off",
     timeout_graceful_shutdown=30,
