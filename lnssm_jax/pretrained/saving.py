@@ -109,9 +109,7 @@ def write(
   wanted = exports.flat(exports.abstract_params(model))
   exports.compare("the tree of parameters", arrays, wanted)
   of_tokenizer = {"spec": NO_TOKENIZER, "fingerprint": NO_TOKENIZER}
-  if tokenizer is not None and not isinstance(
-    tokenizer, WorldTokenizer
-  ):  # is given to `load_model`
+  if not isinstance(tokenizer, WorldTokenizer | None):  # that of World is given to `load_model`
     of_tokenizer = {"spec": tokenizer.spec, "fingerprint": tokenizer.fingerprint}
   values = {
     "format": exports.FORMAT,
